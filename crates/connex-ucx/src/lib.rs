@@ -1,0 +1,1 @@
+//! Small, safe wrapper of libucp.

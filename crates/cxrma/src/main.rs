@@ -1,0 +1,2 @@
+//! Benchmark program.
+fn main() {}
