@@ -1,0 +1,270 @@
+//! The registered memory of an engine.
+//!
+//! A [`Region`] is a range that peers may touch. Whoever hands its memory to a transport holds a
+//! [`Lease`]; unregistering waits until all leases are gone, so that no byte is read from or written
+//! to memory after its owner took it back.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::error::{Error, Result};
+
+/// What peers may do with a region.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Access {
+    /// Read and write.
+    #[default]
+    ReadWrite,
+    /// Read only.
+    ReadOnly,
+    /// Write only.
+    WriteOnly,
+}
+
+impl Access {
+    /// Whether peers may read.
+    pub fn readable(self) -> bool {
+        self != Access::WriteOnly
+    }
+
+    /// Whether peers may write.
+    pub fn writable(self) -> bool {
+        self != Access::ReadOnly
+    }
+}
+
+/// The direction in which a peer touches a region.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Direction {
+    /// The peer reads.
+    Read,
+    /// The peer writes.
+    Write,
+}
+
+/// Keeps memory valid while a transport uses it.
+///
+/// Cheap to clone. Dropping the last lease of a region lets a waiting `unregister` go on.
+#[derive(Clone)]
+pub struct Lease(#[expect(dead_code, reason = "held for its drop")] Option<Arc<dyn Any + Send + Sync>>);
+
+impl Lease {
+    /// For memory that outlives every use by contract, or by an owner held elsewhere.
+    pub fn unowned() -> Self {
+        Self(None)
+    }
+
+    /// Keeps `owner` alive.
+    pub fn of(owner: Arc<dyn Any + Send + Sync>) -> Self {
+        Self(Some(owner))
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Lease")
+    }
+}
+
+/// A registered range.
+pub struct Region {
+    addr: usize,
+    len: usize,
+    access: Access,
+    users: Arc<Users>,
+    owner: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+/// Counts the leases of a region and wakes whoever waits for the last one.
+struct Users {
+    count: Mutex<usize>,
+    none: Condvar,
+}
+
+/// One user of a region; its drop counts down.
+struct User(Arc<Users>, #[expect(dead_code, reason = "held for its drop")] Option<Arc<dyn Any + Send + Sync>>);
+
+impl Drop for User {
+    fn drop(&mut self) {
+        let mut count = self.0.count.lock();
+        *count -= 1;
+        if *count == 0 {
+            self.0.none.notify_all();
+        }
+    }
+}
+
+impl Region {
+    fn new(addr: usize, len: usize, access: Access, owner: Option<Arc<dyn Any + Send + Sync>>) -> Self {
+        let users = Arc::new(Users { count: Mutex::new(0), none: Condvar::new() });
+        Self { addr, len, access, users, owner }
+    }
+
+    /// First byte.
+    pub fn addr(&self) -> usize {
+        self.addr
+    }
+
+    /// Bytes; never 0.
+    #[expect(clippy::len_without_is_empty, reason = "a region is never empty")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    fn holds(&self, addr: usize, len: usize) -> bool {
+        addr >= self.addr && addr.checked_add(len).is_some_and(|end| end <= self.addr + self.len)
+    }
+
+    fn lease(&self) -> Lease {
+        *self.users.count.lock() += 1;
+        Lease::of(Arc::new(User(Arc::clone(&self.users), self.owner.clone())))
+    }
+
+    /// Waits until no lease is left; false if that took longer than `timeout`.
+    pub fn wait_unused(&self, timeout: std::time::Duration) -> bool {
+        let until = std::time::Instant::now() + timeout;
+        let mut count = self.users.count.lock();
+        while *count > 0 {
+            if self.users.none.wait_until(&mut count, until).timed_out() {
+                return *count == 0;
+            }
+        }
+        true
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Region({:#x}+{})", self.addr, self.len)
+    }
+}
+
+/// Why no registered region serves a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Denied {
+    /// No region holds the range.
+    Unregistered,
+    /// The range starts in a region and leaves it.
+    OutOfBounds,
+    /// The region does not allow this direction.
+    Access,
+}
+
+/// The regions of one engine, by start address.
+#[derive(Debug, Default)]
+pub struct Registry {
+    by_addr: BTreeMap<usize, Region>,
+    bytes: u64,
+    /// The longest region that was ever registered: bounds the search for regions that overlap.
+    longest: usize,
+}
+
+impl Registry {
+    /// Adds a region.
+    ///
+    /// # Errors
+    /// [`Error`] of kind `Invalid` for a null address, a zero or wrapping length, or an address that
+    /// is registered already.
+    pub fn register(
+        &mut self,
+        addr: usize,
+        len: usize,
+        access: Access,
+        owner: Option<Arc<dyn Any + Send + Sync>>,
+    ) -> Result<()> {
+        if addr == 0 {
+            return Err(Error::invalid("cannot register memory at the null address"));
+        }
+        if len == 0 {
+            return Err(Error::invalid(format!("cannot register 0 bytes at {addr:#x}")));
+        }
+        if addr.checked_add(len).is_none() {
+            return Err(Error::invalid(format!(
+                "cannot register {len} bytes at {addr:#x}: the range wraps around the address space"
+            )));
+        }
+        if self.by_addr.contains_key(&addr) {
+            return Err(Error::invalid(format!(
+                "{addr:#x} is registered already: unregister it first"
+            )));
+        }
+        self.by_addr.insert(addr, Region::new(addr, len, access, owner));
+        self.bytes += len as u64;
+        self.longest = self.longest.max(len);
+        Ok(())
+    }
+
+    /// Takes a region out: no new lease of it is given. The caller then waits for the old ones.
+    ///
+    /// # Errors
+    /// [`Error`] of kind `Invalid` if no region starts at `addr`.
+    pub fn unregister(&mut self, addr: usize) -> Result<Region> {
+        let region = self.by_addr.remove(&addr).ok_or_else(|| {
+            Error::invalid(format!("no region is registered at {addr:#x}"))
+        })?;
+        self.bytes -= region.len as u64;
+        Ok(region)
+    }
+
+    /// A lease of the range for a peer.
+    ///
+    /// # Errors
+    /// [`Denied`] with the reason.
+    pub fn grant(&self, addr: u64, len: u64, direction: Direction) -> Result<Lease, Denied> {
+        let (Ok(addr), Ok(len)) = (usize::try_from(addr), usize::try_from(len)) else {
+            return Err(Denied::OutOfBounds);
+        };
+        let mut why = Denied::Unregistered;
+        for region in self.starting_before(addr) {
+            if region.holds(addr, len) {
+                let allowed = match direction {
+                    Direction::Read => region.access.readable(),
+                    Direction::Write => region.access.writable(),
+                };
+                if allowed {
+                    return Ok(region.lease());
+                }
+                why = Denied::Access;
+            } else if why == Denied::Unregistered && region.holds(addr, 1) {
+                why = Denied::OutOfBounds;
+            }
+        }
+        Err(why)
+    }
+
+    /// A lease of the range for the engine's own side of a transfer: memory that is not registered
+    /// is fine, a range that starts in a region and leaves it is not.
+    ///
+    /// # Errors
+    /// [`Denied::OutOfBounds`].
+    pub fn local(&self, addr: usize, len: usize) -> Result<Lease, Denied> {
+        let mut inside = false;
+        for region in self.starting_before(addr) {
+            if region.holds(addr, len) {
+                return Ok(region.lease());
+            }
+            inside |= region.holds(addr, 1);
+        }
+        if inside { Err(Denied::OutOfBounds) } else { Ok(Lease::unowned()) }
+    }
+
+    /// Regions that may hold `addr`, the nearest start first.
+    fn starting_before(&self, addr: usize) -> impl Iterator<Item = &Region> {
+        let from = addr.saturating_sub(self.longest);
+        self.by_addr.range(from..=addr).rev().map(|(_, region)| region)
+    }
+
+    /// How many regions there are.
+    pub fn count(&self) -> usize {
+        self.by_addr.len()
+    }
+
+    /// The bytes of all regions.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
