@@ -1,1 +1,4 @@
 //! The engine.
+
+pub mod identity;
+pub mod peer;
