@@ -21,9 +21,14 @@
 //!
 //! # Crossing dials
 //! Two peers that dial each other at one moment keep the connection opened by the lower logical id. The
-//! lower side *parks* the other's hello while its own dial is in progress (it neither answers nor
-//! refuses it), and closes it once its own dial is up; if its own dial fails, it accepts the parked one.
-//! The higher side drops its own dial for the other's hello.
+//! lower side *parks* the other's hello while its own dial is in progress: it neither answers nor
+//! refuses it. The higher side drops its own dial for the other's hello, which ends the parked one; if
+//! the lower one's dial fails instead, the parked hello is accepted.
+//!
+//! A hello of the life that a link is up to says that the link is lost, or is late: it was sent before
+//! that link was made, and its connection is being dropped. [`Greeting::lost`] and
+//! [`Greeting::attempt`] tell which. Where they do not, the hello is parked, too: either its end comes, or
+//! the end of the link, and then it is accepted.
 //!
 //! # Lives
 //! A greater incarnation replaces a smaller one; one that was replaced is never accepted again (the
@@ -98,9 +103,6 @@ impl fmt::Display for LinkKey {
 /// Why a hello is not welcome. Travels to the dialler, whose machine gets [`Input::Refused`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Refusal {
-    /// The hello is out of date, or crossed one that is preferred: no failure. The dialler waits for the
-    /// other side's dial until its own deadline.
-    Crossed,
     /// The sender of the hello claims an identity that a later incarnation has taken.
     Superseded {
         /// The incarnation that took it.
@@ -140,7 +142,7 @@ pub enum Why {
         /// That incarnation.
         by: Incarnation,
     },
-    /// The peer refused the hello. Never [`Refusal::Crossed`].
+    /// The peer refused the hello.
     Refused(Refusal),
     /// An incarnation answered that was replaced before, or than which a later one waits already.
     Stale {
@@ -291,12 +293,6 @@ pub enum Effect {
         /// What to say first.
         how: How,
     },
-    /// Our dial was refused as crossed and is closed, yet counts as in progress: the other side's dial
-    /// is on its way. The dial deadline of `link` must still come as `Lost { Timeout }`.
-    AwaitTheirs {
-        /// The dial whose deadline goes on.
-        link: LinkId,
-    },
     /// Report `joined`. Always directly followed by [`Effect::Up`].
     Joined {
         /// The life of the peer that is bound now.
@@ -336,8 +332,6 @@ pub enum Phase {
     Idle,
     /// Our dial is in progress.
     Dialling,
-    /// Our dial was closed as crossed; the peer's is expected.
-    AwaitingTheirs,
     /// We answered the peer's hello and wait for the third message.
     HalfOpen,
     /// A link is up.
@@ -346,7 +340,7 @@ pub enum Phase {
     Closed,
 }
 
-/// A hello that was let in: parked or half-open.
+/// A hello that was not refused: parked or half-open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Caller {
     link: LinkId,
@@ -366,8 +360,6 @@ struct Dial {
     link: LinkId,
     /// The hello is out.
     greeted: bool,
-    /// Only on the lower side.
-    parked: Option<Caller>,
 }
 
 impl Dial {
@@ -389,7 +381,6 @@ struct Live {
 enum State {
     Idle,
     Dialling(Dial),
-    AwaitingTheirs(LinkId),
     HalfOpen(Caller),
     Up(Live),
     Closed,
@@ -412,6 +403,8 @@ pub struct Peer {
     lower: bool,
     state: State,
     wanted: Wanted,
+    /// A hello that waits for what becomes of our dial, or of the link that is up.
+    parked: Option<Caller>,
     /// The peer told us that a later life of our own id has taken our place.
     superseded: bool,
     /// The incarnation of the last link that was up.
@@ -432,6 +425,7 @@ impl Peer {
             lower: me < peer,
             state: State::Idle,
             wanted: Wanted::No,
+            parked: None,
             superseded: false,
             last: None,
             lost: None,
@@ -466,7 +460,6 @@ impl Peer {
         match self.state {
             State::Idle => Phase::Idle,
             State::Dialling(_) => Phase::Dialling,
-            State::AwaitingTheirs(_) => Phase::AwaitingTheirs,
             State::HalfOpen(_) => Phase::HalfOpen,
             State::Up(_) => Phase::Up,
             State::Closed => Phase::Closed,
@@ -500,9 +493,7 @@ impl Peer {
         };
         match self.state {
             State::Up(_) => {}
-            State::Dialling(_) | State::AwaitingTheirs(_) | State::HalfOpen(_) => {
-                self.wanted = self.wanted.max(wanted);
-            }
+            State::Dialling(_) | State::HalfOpen(_) => self.wanted = self.wanted.max(wanted),
             State::Idle if explicit || !self.superseded => {
                 self.superseded = false;
                 self.wanted = wanted;
@@ -510,7 +501,6 @@ impl Peer {
                 self.state = State::Dialling(Dial {
                     link,
                     greeted: false,
-                    parked: None,
                 });
                 out.push(Effect::Dial { link });
             }
@@ -553,7 +543,7 @@ impl Peer {
         }
         let lost = greeting.lost.map(LinkKey::mirrored);
         match self.state {
-            State::Idle | State::AwaitingTheirs(_) => self.accept(caller, out),
+            State::Idle => self.accept(caller, out),
             State::Dialling(dial) => self.hello_while_dialling(dial, caller, lost, out),
             State::HalfOpen(current) => {
                 if self.prefer(caller, current, out) {
@@ -573,10 +563,8 @@ impl Peer {
         lost: Option<LinkKey>,
         out: &mut Vec<Effect>,
     ) {
-        if let Some(parked) = dial.parked {
-            if !self.prefer(caller, parked, out) {
-                return;
-            }
+        if !self.prefer_to_parked(caller, out) {
+            return;
         }
         // The higher side gives way. So does the lower one if the peer had our dial and lost it.
         if !self.lower || lost == Some(dial.key()) {
@@ -586,10 +574,7 @@ impl Peer {
             });
             self.accept(caller, out);
         } else {
-            self.state = State::Dialling(Dial {
-                parked: Some(caller),
-                ..dial
-            });
+            self.parked = Some(caller);
         }
     }
 
@@ -609,26 +594,37 @@ impl Peer {
                 out,
             );
         }
+        if !self.prefer_to_parked(caller, out) {
+            return;
+        }
         if caller.incarnation > live.incarnation {
             let by = caller.incarnation;
             self.end_up(live, How::Superseded { by }, Why::Replaced { by }, out);
             self.remember_replaced(live.incarnation, by);
             return self.accept(caller, out);
         }
-        // The same life dials only when it has no link: either it lost the current one, or the hello
-        // is older than the current link.
-        let dialled_later = live.key.dialler == Dialler::Them && caller.attempt > live.attempt;
-        if lost == Some(live.key) || dialled_later {
+        // The same life. It dials only when it has no link, so either it lost this one, or the hello is
+        // from before this one.
+        let dialled_by_them = live.key.dialler == Dialler::Them;
+        if lost == Some(live.key) || (dialled_by_them && caller.attempt > live.attempt) {
             self.end_up(live, How::Silently, Why::Redialled, out);
             self.accept(caller, out);
+        } else if dialled_by_them {
+            out.push(Effect::CloseLink {
+                key: caller.key(),
+                how: How::Silently,
+            });
         } else {
-            refuse(caller, Refusal::Crossed, out);
+            self.parked = Some(caller);
         }
     }
 
     /// Settles which of two hellos stays; the other one is closed or refused.
     fn prefer(&mut self, newcomer: Caller, current: Caller, out: &mut Vec<Effect>) -> bool {
-        let key = current.key();
+        let close = |caller: Caller, how| Effect::CloseLink {
+            key: caller.key(),
+            how,
+        };
         if newcomer.incarnation < current.incarnation {
             refuse(
                 newcomer,
@@ -637,25 +633,30 @@ impl Peer {
                 },
                 out,
             );
-            false
-        } else if newcomer.incarnation > current.incarnation {
+            return false;
+        }
+        if newcomer.incarnation > current.incarnation {
             let by = newcomer.incarnation;
             self.remember_replaced(current.incarnation, by);
-            out.push(Effect::CloseLink {
-                key,
-                how: How::Superseded { by },
-            });
-            true
-        } else if newcomer.attempt > current.attempt {
-            out.push(Effect::CloseLink {
-                key,
-                how: How::Silently,
-            });
-            true
-        } else {
-            refuse(newcomer, Refusal::Crossed, out);
-            false
+            out.push(close(current, How::Superseded { by }));
+            return true;
         }
+        // The same life has given up the earlier of two dials.
+        let later = newcomer.attempt > current.attempt;
+        out.push(close(if later { current } else { newcomer }, How::Silently));
+        later
+    }
+
+    /// Makes room for a hello, unless the parked one is to be preferred.
+    fn prefer_to_parked(&mut self, newcomer: Caller, out: &mut Vec<Effect>) -> bool {
+        let Some(parked) = self.parked else {
+            return true;
+        };
+        let preferred = self.prefer(newcomer, parked, out);
+        if preferred {
+            self.parked = None;
+        }
+        preferred
     }
 
     fn welcome(&mut self, link: LinkId, incarnation: Incarnation, out: &mut Vec<Effect>) {
@@ -663,33 +664,23 @@ impl Peer {
             State::Dialling(dial) if dial.link == link && dial.greeted => dial,
             _ => return,
         };
-        if let Some(by) = self.replaced_by(incarnation) {
+        let waiting = self.parked.map(|parked| parked.incarnation);
+        let by = self
+            .replaced_by(incarnation)
+            .or(waiting.filter(|waiting| *waiting > incarnation));
+        if let Some(by) = by {
+            self.remember_replaced(incarnation, by);
             out.push(Effect::CloseLink {
                 key: dial.key(),
                 how: How::Superseded { by },
             });
-            return self.dial_failed(dial, Why::Stale { incarnation, by }, out);
+            return self.dial_failed(Why::Stale { incarnation, by }, out);
         }
-        match dial.parked {
-            Some(parked) if parked.incarnation > incarnation => {
-                let by = parked.incarnation;
-                self.remember_replaced(incarnation, by);
-                out.push(Effect::CloseLink {
-                    key: dial.key(),
-                    how: How::Superseded { by },
-                });
-                return self.accept(parked, out);
-            }
-            Some(parked) if parked.incarnation < incarnation => {
-                refuse(parked, Refusal::Superseded { by: incarnation }, out);
-            }
-            Some(parked) => {
-                out.push(Effect::CloseLink {
-                    key: parked.key(),
-                    how: How::Silently,
-                });
-            }
-            None => {}
+        if let Some(parked) = self
+            .parked
+            .take_if(|parked| parked.incarnation < incarnation)
+        {
+            refuse(parked, Refusal::Superseded { by: incarnation }, out);
         }
         out.push(Effect::SendConfirm { link });
         self.join(
@@ -703,20 +694,15 @@ impl Peer {
     }
 
     fn refused(&mut self, link: LinkId, refusal: Refusal, out: &mut Vec<Effect>) {
-        let dial = match self.state {
-            State::Dialling(dial) if dial.link == link => dial,
-            _ => return,
-        };
-        out.push(Effect::CloseLink {
-            key: dial.key(),
-            how: How::Silently,
-        });
-        match (refusal, dial.parked) {
-            (Refusal::Crossed, None) => {
-                self.state = State::AwaitingTheirs(link);
-                out.push(Effect::AwaitTheirs { link });
+        match self.state {
+            State::Dialling(dial) if dial.link == link => {
+                out.push(Effect::CloseLink {
+                    key: dial.key(),
+                    how: How::Silently,
+                });
+                self.dial_failed(Why::Refused(refusal), out);
             }
-            _ => self.dial_failed(dial, Why::Refused(refusal), out),
+            _ => {}
         }
     }
 
@@ -728,57 +714,51 @@ impl Peer {
     }
 
     fn lost(&mut self, key: LinkKey, why: Why, out: &mut Vec<Effect>) {
-        let close = Effect::CloseLink {
-            key,
-            how: How::Silently,
+        // The dialler of a link may be up before us, and it lives: it should not take our time-out for a
+        // death.
+        let how = if why == Why::Timeout {
+            How::Suspected
+        } else {
+            How::Silently
         };
+        if self.parked.take_if(|parked| parked.key() == key).is_some() {
+            return out.push(Effect::CloseLink { key, how });
+        }
         match self.state {
             State::Dialling(dial) if dial.key() == key => {
-                out.push(close);
-                self.dial_failed(dial, why, out);
-            }
-            State::Dialling(dial) if dial.parked.is_some_and(|parked| parked.key() == key) => {
-                out.push(close);
-                self.state = State::Dialling(Dial {
-                    parked: None,
-                    ..dial
-                });
-            }
-            // Its connection is closed already: only the deadline counts.
-            State::AwaitingTheirs(link) if LinkKey::mine(link) == key && why == Why::Timeout => {
-                self.give_up(why, out);
-            }
-            State::HalfOpen(caller) if caller.key() == key => {
-                // The dialler may be up already: it should not take a time-out here for a death.
                 out.push(Effect::CloseLink {
                     key,
-                    how: how_after(why),
+                    how: How::Silently,
                 });
-                self.remember_lost(caller.into());
-                self.half_open_lost(why, out);
+                self.dial_failed(why, out);
+            }
+            State::HalfOpen(caller) if caller.key() == key => {
+                out.push(Effect::CloseLink { key, how });
+                self.half_open_lost(caller, why, out);
             }
             State::Up(live) if live.key == key => {
-                let how = if why == Why::Timeout {
-                    How::Suspected
-                } else {
-                    How::Silently
-                };
                 self.end_up(live, how, why, out);
+                if let Some(parked) = self.parked.take() {
+                    self.accept(parked, out);
+                }
             }
             _ => {}
         }
     }
 
-    fn half_open_lost(&mut self, why: Why, out: &mut Vec<Effect>) {
-        let wanted = std::mem::replace(&mut self.wanted, Wanted::No);
-        self.state = State::Idle;
+    fn half_open_lost(&mut self, caller: Caller, why: Why, out: &mut Vec<Effect>) {
+        self.remember_lost(caller.into());
         self.superseded |= matches!(why, Why::Superseded { .. });
-        match wanted {
-            Wanted::No => {}
+        match self.wanted {
+            Wanted::No => self.state = State::Idle,
             _ if self.superseded => self.give_up(why, out),
-            _ => out.push(Effect::WantAgain {
-                explicit: wanted == Wanted::Explicitly,
-            }),
+            wanted => {
+                self.wanted = Wanted::No;
+                self.state = State::Idle;
+                out.push(Effect::WantAgain {
+                    explicit: wanted == Wanted::Explicitly,
+                });
+            }
         }
     }
 
@@ -789,13 +769,12 @@ impl Peer {
         };
         match self.state {
             State::Closed => return,
-            State::Idle | State::AwaitingTheirs(_) => {}
+            State::Idle => {}
             State::Dialling(dial) => {
                 out.push(Effect::CloseLink {
                     key: dial.key(),
                     how: How::Silently,
                 });
-                out.extend(dial.parked.map(|parked| goodbye(parked.key())));
             }
             // The peer may be up already.
             State::HalfOpen(caller) => {
@@ -808,6 +787,7 @@ impl Peer {
                 out.push(Effect::EndWork { which: Work::Bound });
             }
         }
+        out.extend(self.parked.take().map(|parked| goodbye(parked.key())));
         out.push(Effect::EndWork {
             which: Work::Unbound,
         });
@@ -823,10 +803,8 @@ impl Peer {
 
     /// The round trip is proven.
     fn join(&mut self, live: Live, out: &mut Vec<Effect>) {
-        if let Some(last) = self.last {
-            if last != live.incarnation {
-                self.remember_replaced(last, live.incarnation);
-            }
+        if let Some(last) = self.last.filter(|last| *last != live.incarnation) {
+            self.remember_replaced(last, live.incarnation);
         }
         let rejoin = self.last.replace(live.incarnation).is_some();
         self.superseded = false;
@@ -840,8 +818,8 @@ impl Peer {
     }
 
     /// Our dial, closed by now, came to nothing.
-    fn dial_failed(&mut self, dial: Dial, why: Why, out: &mut Vec<Effect>) {
-        match dial.parked {
+    fn dial_failed(&mut self, why: Why, out: &mut Vec<Effect>) {
+        match self.parked.take() {
             Some(parked) => self.accept(parked, out),
             None => self.give_up(why, out),
         }
@@ -849,10 +827,8 @@ impl Peer {
 
     /// Nothing will come up for whoever wanted a link.
     fn give_up(&mut self, why: Why, out: &mut Vec<Effect>) {
-        self.superseded |= matches!(
-            why,
-            Why::Superseded { .. } | Why::Refused(Refusal::Superseded { .. })
-        );
+        let refused = matches!(why, Why::Refused(Refusal::Superseded { .. }));
+        self.superseded |= refused || matches!(why, Why::Superseded { .. });
         self.wanted = Wanted::No;
         self.state = State::Idle;
         out.push(Effect::EndWork {
@@ -864,7 +840,7 @@ impl Peer {
         });
     }
 
-    /// The link that was up is over; the link is closed before work ends and before anybody hears of it.
+    /// The link that was up is over; it is closed before work ends and before anybody hears of it.
     fn end_up(&mut self, live: Live, how: How, why: Why, out: &mut Vec<Effect>) {
         self.superseded |= matches!(why, Why::Superseded { .. });
         self.remember_lost(live);
@@ -878,12 +854,12 @@ impl Peer {
     }
 
     fn in_use(&self, key: LinkKey) -> bool {
-        match self.state {
-            State::Dialling(dial) => dial.parked.is_some_and(|parked| parked.key() == key),
-            State::HalfOpen(caller) => caller.key() == key,
-            State::Up(live) => live.key == key,
-            State::Idle | State::AwaitingTheirs(_) | State::Closed => false,
-        }
+        let current = match self.state {
+            State::HalfOpen(caller) => Some(caller.key()),
+            State::Up(live) => Some(live.key),
+            State::Idle | State::Dialling(_) | State::Closed => None,
+        };
+        current == Some(key) || self.parked.is_some_and(|parked| parked.key() == key)
     }
 
     /// A late hello of an abandoned dial must not hide that a later link was lost.
@@ -924,15 +900,6 @@ impl From<Caller> for Live {
             incarnation: caller.incarnation,
             attempt: caller.attempt,
         }
-    }
-}
-
-/// How to close a link that the dialler may take for up.
-fn how_after(why: Why) -> How {
-    if why == Why::Timeout {
-        How::Suspected
-    } else {
-        How::Silently
     }
 }
 
