@@ -205,7 +205,9 @@ pub enum Input {
         link: LinkId,
     },
     /// A hello came on a new connection. The engine has checked the wanted id, the protocol version and
-    /// that no open connection of this peer has the same link id.
+    /// that no open connection of this peer has the same link id. It may stay without an answer for a
+    /// while: the engine bounds that by a deadline longer than the dial deadline, which ends as
+    /// `Lost { Timeout }`.
     Hello {
         /// The hello.
         greeting: Greeting,
@@ -268,7 +270,7 @@ pub enum Effect {
         greeting: Greeting,
     },
     /// Accept: answer the hello; start the handshake deadline, which ends as `Lost { Timeout }` if no
-    /// Confirm has come. Not earlier: a parked hello waits as long as our own dial may take.
+    /// Confirm has come.
     SendWelcome {
         /// The accepted link.
         link: LinkId,
@@ -909,3 +911,6 @@ fn refuse(caller: Caller, refusal: Refusal, out: &mut Vec<Effect>) {
         refusal,
     });
 }
+
+#[cfg(test)]
+mod tests;
