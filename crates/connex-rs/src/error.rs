@@ -58,7 +58,11 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// An error of any kind.
     pub fn new(kind: ErrorKind, text: impl Into<String>) -> Self {
-        Self { kind, peer: None, text: text.into().into_boxed_str() }
+        Self {
+            kind,
+            peer: None,
+            text: text.into().into_boxed_str(),
+        }
     }
 
     /// The request cannot be carried out as it stands.

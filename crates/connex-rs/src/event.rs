@@ -79,7 +79,11 @@ impl EventQueue {
         if inner.closed {
             return 0;
         }
-        let dropped = if inner.events.len() >= CAPACITY { inner.collapse(&event.peer) } else { 0 };
+        let dropped = if inner.events.len() >= CAPACITY {
+            inner.collapse(&event.peer)
+        } else {
+            0
+        };
         inner.events.push_back(event);
         drop(inner);
         self.filled.notify_one();
@@ -100,7 +104,11 @@ impl EventQueue {
             match until {
                 Some(until) => {
                     if self.filled.wait_until(&mut inner, until).timed_out() {
-                        return if inner.closed { None } else { inner.events.pop_front() };
+                        return if inner.closed {
+                            None
+                        } else {
+                            inner.events.pop_front()
+                        };
                     }
                 }
                 None => self.filled.wait(&mut inner),
@@ -129,7 +137,11 @@ impl Inner {
             for event in &self.events {
                 *counts.entry(event.peer.clone()).or_insert(0usize) += 1;
             }
-            let Some(most) = counts.into_iter().max_by_key(|(_, n)| *n).map(|(peer, _)| peer) else {
+            let Some(most) = counts
+                .into_iter()
+                .max_by_key(|(_, n)| *n)
+                .map(|(peer, _)| peer)
+            else {
                 return 0;
             };
             self.keep_newest_state_of(&most);
@@ -140,7 +152,9 @@ impl Inner {
     /// Of the events of `peer` keeps only the last `failed`, or the last `joined` and `up`.
     fn keep_newest_state_of(&mut self, peer: &LogicalId) {
         let theirs = |event: &Event| event.peer == *peer;
-        let Some(last) = self.events.iter().rposition(theirs) else { return };
+        let Some(last) = self.events.iter().rposition(theirs) else {
+            return;
+        };
         let up = matches!(self.events[last].kind, EventKind::Up);
         let pair = if up {
             self.events.iter().take(last).rposition(theirs)
@@ -165,7 +179,11 @@ mod tests {
     }
 
     fn up(n: u32, ts_ns: u64) -> Event {
-        Event { peer: id(n), ts_ns, kind: EventKind::Up }
+        Event {
+            peer: id(n),
+            ts_ns,
+            kind: EventKind::Up,
+        }
     }
 
     #[test]
@@ -180,7 +198,10 @@ mod tests {
         while let Some(event) = queue.wait(Some(Duration::ZERO)) {
             all.push(event);
         }
-        assert!(all.contains(&up(7, 1)), "the quiet peer's only event was dropped");
+        assert!(
+            all.contains(&up(7, 1)),
+            "the quiet peer's only event was dropped"
+        );
         assert_eq!(all.last(), Some(&up(1, 3 * CAPACITY as u64 - 1)));
         assert_eq!(all.len() + dropped, 3 * CAPACITY + 1);
     }
@@ -194,7 +215,7 @@ mod tests {
         let mut newest = std::collections::HashMap::new();
         let mut n = 0;
         while let Some(event) = queue.wait(Some(Duration::ZERO)) {
-            newest.insert(event.peer.stage, event.ts_ns);
+            newest.insert(event.peer.stage(), event.ts_ns);
             n += 1;
         }
         assert!(n <= CAPACITY);

@@ -1,4 +1,34 @@
-//! The engine.
+//! The data plane of a pipeline of model stages: moves step data between endpoints at the speed of the
+//! network and tells within milliseconds when a peer dies.
+//!
+//! [`Engine`] is the way in. See `docs/architecture.md` in the repository for how it is built.
 
+mod clock;
+mod completion;
+pub mod config;
+mod core;
+mod engine;
+mod error;
+pub mod event;
+mod fork;
+mod heartbeat;
+pub mod host;
 pub mod identity;
+mod inbox;
+mod memory;
 pub mod peer;
+mod progress;
+pub mod region;
+pub mod stats;
+mod transfer;
+pub mod transport;
+pub mod wire;
+
+pub use clock::now_ns;
+pub use config::{Config, TransportChoice};
+pub use engine::{Engine, Range, Recipient, Transfer};
+pub use error::{Error, ErrorKind, Result};
+pub use event::{Event, EventKind};
+pub use identity::{LogicalId, PeerUrl};
+pub use region::Access;
+pub use stats::Stats;

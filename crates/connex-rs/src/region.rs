@@ -5,13 +5,14 @@
 //! to memory after its owner took it back.
 
 use std::any::Any;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
+use crate::transport::ConnId;
 
 /// What peers may do with a region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -50,7 +51,9 @@ pub enum Direction {
 ///
 /// Cheap to clone. Dropping the last lease of a region lets a waiting `unregister` go on.
 #[derive(Clone)]
-pub struct Lease(#[expect(dead_code, reason = "held for its drop")] Option<Arc<dyn Any + Send + Sync>>);
+pub struct Lease(
+    #[expect(dead_code, reason = "held for its drop")] Option<Arc<dyn Any + Send + Sync>>,
+);
 
 impl Lease {
     /// For memory that outlives every use by contract, or by an owner held elsewhere.
@@ -79,29 +82,62 @@ pub struct Region {
     owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
+/// Who uses a region.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Holder {
+    /// A transfer of this engine, whose local side it is.
+    Local,
+    /// A peer, over this connection.
+    Peer(ConnId),
+}
+
 /// Counts the leases of a region and wakes whoever waits for the last one.
 struct Users {
-    count: Mutex<usize>,
+    holders: Mutex<HashMap<Holder, usize>>,
     none: Condvar,
 }
 
 /// One user of a region; its drop counts down.
-struct User(Arc<Users>, #[expect(dead_code, reason = "held for its drop")] Option<Arc<dyn Any + Send + Sync>>);
+struct User {
+    holder: Holder,
+    users: Arc<Users>,
+    #[expect(dead_code, reason = "held for its drop")]
+    owner: Option<Arc<dyn Any + Send + Sync>>,
+}
 
 impl Drop for User {
     fn drop(&mut self) {
-        let mut count = self.0.count.lock();
-        *count -= 1;
-        if *count == 0 {
-            self.0.none.notify_all();
+        let mut holders = self.users.holders.lock();
+        if let Some(count) = holders.get_mut(&self.holder) {
+            *count -= 1;
+            if *count == 0 {
+                holders.remove(&self.holder);
+            }
+        }
+        if holders.is_empty() {
+            self.users.none.notify_all();
         }
     }
 }
 
 impl Region {
-    fn new(addr: usize, len: usize, access: Access, owner: Option<Arc<dyn Any + Send + Sync>>) -> Self {
-        let users = Arc::new(Users { count: Mutex::new(0), none: Condvar::new() });
-        Self { addr, len, access, users, owner }
+    fn new(
+        addr: usize,
+        len: usize,
+        access: Access,
+        owner: Option<Arc<dyn Any + Send + Sync>>,
+    ) -> Self {
+        let users = Arc::new(Users {
+            holders: Mutex::default(),
+            none: Condvar::new(),
+        });
+        Self {
+            addr,
+            len,
+            access,
+            users,
+            owner,
+        }
     }
 
     /// First byte.
@@ -116,21 +152,34 @@ impl Region {
     }
 
     fn holds(&self, addr: usize, len: usize) -> bool {
-        addr >= self.addr && addr.checked_add(len).is_some_and(|end| end <= self.addr + self.len)
+        addr >= self.addr
+            && addr
+                .checked_add(len)
+                .is_some_and(|end| end <= self.addr + self.len)
     }
 
-    fn lease(&self) -> Lease {
-        *self.users.count.lock() += 1;
-        Lease::of(Arc::new(User(Arc::clone(&self.users), self.owner.clone())))
+    fn lease(&self, holder: Holder) -> Lease {
+        *self.users.holders.lock().entry(holder).or_insert(0) += 1;
+        let (users, owner) = (Arc::clone(&self.users), self.owner.clone());
+        Lease::of(Arc::new(User {
+            holder,
+            users,
+            owner,
+        }))
+    }
+
+    /// Who holds leases now.
+    pub fn holders(&self) -> Vec<Holder> {
+        self.users.holders.lock().keys().copied().collect()
     }
 
     /// Waits until no lease is left; false if that took longer than `timeout`.
     pub fn wait_unused(&self, timeout: std::time::Duration) -> bool {
         let until = std::time::Instant::now() + timeout;
-        let mut count = self.users.count.lock();
-        while *count > 0 {
-            if self.users.none.wait_until(&mut count, until).timed_out() {
-                return *count == 0;
+        let mut holders = self.users.holders.lock();
+        while !holders.is_empty() {
+            if self.users.none.wait_until(&mut holders, until).timed_out() {
+                return holders.is_empty();
             }
         }
         true
@@ -180,7 +229,9 @@ impl Registry {
             return Err(Error::invalid("cannot register memory at the null address"));
         }
         if len == 0 {
-            return Err(Error::invalid(format!("cannot register 0 bytes at {addr:#x}")));
+            return Err(Error::invalid(format!(
+                "cannot register 0 bytes at {addr:#x}"
+            )));
         }
         if addr.checked_add(len).is_none() {
             return Err(Error::invalid(format!(
@@ -192,7 +243,8 @@ impl Registry {
                 "{addr:#x} is registered already: unregister it first"
             )));
         }
-        self.by_addr.insert(addr, Region::new(addr, len, access, owner));
+        self.by_addr
+            .insert(addr, Region::new(addr, len, access, owner));
         self.bytes += len as u64;
         self.longest = self.longest.max(len);
         Ok(())
@@ -203,9 +255,10 @@ impl Registry {
     /// # Errors
     /// [`Error`] of kind `Invalid` if no region starts at `addr`.
     pub fn unregister(&mut self, addr: usize) -> Result<Region> {
-        let region = self.by_addr.remove(&addr).ok_or_else(|| {
-            Error::invalid(format!("no region is registered at {addr:#x}"))
-        })?;
+        let region = self
+            .by_addr
+            .remove(&addr)
+            .ok_or_else(|| Error::invalid(format!("no region is registered at {addr:#x}")))?;
         self.bytes -= region.len as u64;
         Ok(region)
     }
@@ -214,7 +267,13 @@ impl Registry {
     ///
     /// # Errors
     /// [`Denied`] with the reason.
-    pub fn grant(&self, addr: u64, len: u64, direction: Direction) -> Result<Lease, Denied> {
+    pub fn grant(
+        &self,
+        conn: ConnId,
+        addr: u64,
+        len: u64,
+        direction: Direction,
+    ) -> Result<Lease, Denied> {
         let (Ok(addr), Ok(len)) = (usize::try_from(addr), usize::try_from(len)) else {
             return Err(Denied::OutOfBounds);
         };
@@ -226,7 +285,7 @@ impl Registry {
                     Direction::Write => region.access.writable(),
                 };
                 if allowed {
-                    return Ok(region.lease());
+                    return Ok(region.lease(Holder::Peer(conn)));
                 }
                 why = Denied::Access;
             } else if why == Denied::Unregistered && region.holds(addr, 1) {
@@ -245,17 +304,24 @@ impl Registry {
         let mut inside = false;
         for region in self.starting_before(addr) {
             if region.holds(addr, len) {
-                return Ok(region.lease());
+                return Ok(region.lease(Holder::Local));
             }
             inside |= region.holds(addr, 1);
         }
-        if inside { Err(Denied::OutOfBounds) } else { Ok(Lease::unowned()) }
+        if inside {
+            Err(Denied::OutOfBounds)
+        } else {
+            Ok(Lease::unowned())
+        }
     }
 
     /// Regions that may hold `addr`, the nearest start first.
     fn starting_before(&self, addr: usize) -> impl Iterator<Item = &Region> {
         let from = addr.saturating_sub(self.longest);
-        self.by_addr.range(from..=addr).rev().map(|(_, region)| region)
+        self.by_addr
+            .range(from..=addr)
+            .rev()
+            .map(|(_, region)| region)
     }
 
     /// How many regions there are.
@@ -266,5 +332,99 @@ impl Registry {
     /// The bytes of all regions.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    const CONN: ConnId = ConnId(1);
+
+    fn registry(ranges: &[(usize, usize)]) -> Registry {
+        let mut registry = Registry::default();
+        for &(addr, len) in ranges {
+            registry
+                .register(addr, len, Access::ReadWrite, None)
+                .expect("fresh");
+        }
+        registry
+    }
+
+    #[test]
+    fn bad_registrations_are_refused() {
+        let mut registry = registry(&[(4096, 4096)]);
+        for (addr, len) in [(0, 1), (4096, 1), (8192, 0), (usize::MAX, 2)] {
+            assert!(
+                registry
+                    .register(addr, len, Access::ReadWrite, None)
+                    .is_err(),
+                "{addr:#x}+{len}"
+            );
+        }
+        assert_eq!((registry.count(), registry.bytes()), (1, 4096));
+        assert!(registry.unregister(1).is_err());
+    }
+
+    #[test]
+    fn a_request_is_valid_if_one_region_holds_all_of_it() {
+        // The short region hides the long one's start from a naive nearest-start look-up.
+        let registry = registry(&[(1000, 10_000), (2000, 10), (20_000, 10)]);
+        let read = |addr, len| registry.grant(CONN, addr, len, Direction::Read).map(|_| ());
+        assert_eq!(read(2000, 5000), Ok(()));
+        assert_eq!(read(1000, 10_000), Ok(()));
+        assert_eq!(read(1000, 10_001), Err(Denied::OutOfBounds));
+        assert_eq!(read(10_999, 1), Ok(()));
+        assert_eq!(read(11_000, 1), Err(Denied::Unregistered));
+        assert_eq!(read(999, 1), Err(Denied::Unregistered));
+        assert_eq!(read(2000, u64::MAX), Err(Denied::OutOfBounds));
+        assert_eq!(read(u64::MAX, 2), Err(Denied::Unregistered));
+    }
+
+    #[test]
+    fn access_limits_the_direction() {
+        let mut registry = Registry::default();
+        registry
+            .register(1000, 10, Access::ReadOnly, None)
+            .expect("fresh");
+        assert!(registry.grant(CONN, 1000, 10, Direction::Read).is_ok());
+        assert_eq!(
+            registry.grant(CONN, 1000, 10, Direction::Write).err(),
+            Some(Denied::Access)
+        );
+    }
+
+    #[test]
+    fn the_local_side_may_be_unregistered_but_not_leave_a_region() {
+        let registry = registry(&[(1000, 10)]);
+        assert!(registry.local(5000, 10).is_ok());
+        assert!(registry.local(1000, 10).is_ok());
+        assert_eq!(registry.local(1005, 10).err(), Some(Denied::OutOfBounds));
+        assert_eq!(
+            registry.local(1009, usize::MAX).err(),
+            Some(Denied::OutOfBounds)
+        );
+    }
+
+    #[test]
+    fn unregistering_waits_for_the_last_lease() {
+        let mut registry = registry(&[(1000, 10)]);
+        let lease = registry
+            .grant(CONN, 1000, 10, Direction::Write)
+            .expect("granted");
+        let second = lease.clone();
+        let region = registry.unregister(1000).expect("there");
+        assert_eq!(
+            registry.grant(CONN, 1000, 1, Direction::Read).err(),
+            Some(Denied::Unregistered)
+        );
+        drop(lease);
+        assert!(!region.wait_unused(Duration::from_millis(5)));
+        assert_eq!(region.holders(), [Holder::Peer(CONN)]);
+        let waiter = std::thread::spawn(move || region.wait_unused(Duration::from_secs(30)));
+        drop(second);
+        assert!(waiter.join().expect("no panic"));
     }
 }

@@ -59,7 +59,10 @@ impl Head {
     /// # Panics
     /// If there are more than [`MAX_HEAD`] bytes: heads are our own fixed structs, so that is a bug.
     pub fn new(bytes: &[u8]) -> Self {
-        let mut head = Self { bytes: [0; MAX_HEAD], len: bytes.len() as u8 };
+        let mut head = Self {
+            bytes: [0; MAX_HEAD],
+            len: bytes.len() as u8,
+        };
         head.bytes[..bytes.len()].copy_from_slice(bytes);
         head
     }
@@ -251,9 +254,10 @@ pub trait Transport: Send {
     /// Queues a frame; it goes out at once where that is possible. On a connection that is closed or
     /// closing the frame is dropped (with its lease).
     fn send(&mut self, conn: ConnId, frame: Frame);
-    /// Whether another bulk piece should be queued now. Asked before each piece, so that what a
-    /// connection holds stays bounded and operations take turns.
-    fn room(&self, conn: ConnId) -> bool;
+    /// Whether another frame of data of this class should be queued now. Asked before each piece, so
+    /// that what a connection holds stays bounded and operations take turns. Control frames are queued
+    /// without asking; a transport closes a connection whose peer does not take them.
+    fn room(&self, conn: ConnId, class: Class) -> bool;
     /// Closes a connection. `closed` follows from `progress`, exactly once, whatever the mode.
     fn close(&mut self, conn: ConnId, how: Close);
     /// Does what can be done without waiting; returns how much there was (0: nothing).

@@ -1,0 +1,473 @@
+//! What comes from peers: frames to their places, and requests on our regions.
+//!
+//! Nothing a peer says is believed: every range is checked against the regions, every answer against
+//! the request it claims to answer, and what can be made to wait here is bounded.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
+
+use super::{Core, Flag, Incoming, SMALL, Stage, Stream};
+use crate::region::{Denied, Direction};
+use crate::transfer::Work;
+use crate::transport::{ConnId, Gone, Place, Received, Refuse, Target, Upcalls};
+use crate::wire::{self, MAX_TEXT, Message, Piece};
+
+/// Reads of one peer that may wait for their answers. An honest engine asks for fewer at a time
+/// ([`super::operations::MAX_READS_OUT`]).
+const MAX_ANSWERS: usize = 64 << 10;
+
+/// Refused writes of one peer whose last piece has not come.
+const MAX_REFUSED: usize = 4096;
+
+/// A receiver of bulk says how far it is at least this often, so that the sender sees a slow link is not
+/// a dead one.
+const PROGRESS_EVERY: u64 = 200_000_000;
+
+impl Upcalls for Core {
+    fn accepted(&mut self, conn: ConnId, from: SocketAddr, subject: Option<String>) {
+        self.on_accepted(conn, from, subject);
+    }
+
+    fn connected(&mut self, conn: ConnId, subject: Option<String>) {
+        self.on_connected(conn, subject);
+    }
+
+    fn heard(&mut self, conn: ConnId) {
+        let now = self.now;
+        let Some(entry) = self.conns.get_mut(&conn) else {
+            return;
+        };
+        let bulk = matches!(
+            entry.incoming,
+            Some(Incoming::Data { .. } | Incoming::Write { .. })
+        );
+        if let Some(link) = &mut entry.link {
+            if let Some(heartbeat) = &mut link.heartbeat {
+                heartbeat.heard(now);
+            }
+            if bulk {
+                link.moved = now;
+            }
+        }
+    }
+
+    fn frame(&mut self, conn: ConnId, head: &[u8], body_len: usize) -> Result<Place, Refuse> {
+        let Some(entry) = self.conns.get_mut(&conn) else {
+            return Ok(Place::Discard);
+        };
+        if entry.stage == Stage::Leaving {
+            Self::ignore(entry);
+            return Ok(Place::Discard);
+        }
+        let live = entry.stage == Stage::Live;
+        let message = wire::decode(head)?;
+        match message {
+            Message::Hello(_)
+            | Message::Challenge { .. }
+            | Message::Proof { .. }
+            | Message::Welcome(_)
+            | Message::Refusal { .. }
+            | Message::Confirm { .. }
+            | Message::Goodbye { .. } => self.text(conn, message, body_len),
+            _ if !live => Err(Refuse("data before the handshake is complete".into())),
+            Message::Done { .. } => self.text(conn, message, body_len),
+            Message::Data { req, elem, offset } => {
+                self.place_data(conn, req, elem, offset, body_len)
+            }
+            Message::Write(piece) => self.place_write(conn, piece, body_len),
+            Message::Msg(piece) => {
+                self.open_letter(conn, &piece, body_len)?;
+                self.set_incoming(conn, Incoming::Letter(piece));
+                Ok(Place::Bytes)
+            }
+            _ if body_len > 0 => Err(Refuse(format!(
+                "a body of {body_len} bytes where none belongs"
+            ))),
+            control => {
+                self.set_incoming(conn, Incoming::Nothing);
+                self.control(conn, control)?;
+                Ok(Place::Discard)
+            }
+        }
+    }
+
+    fn body(&mut self, conn: ConnId, received: Received) -> Result<(), Refuse> {
+        let Some(incoming) = self.conns.get_mut(&conn).and_then(|c| c.incoming.take()) else {
+            return Ok(());
+        };
+        match (incoming, received) {
+            (Incoming::Text(message), Received::Bytes(bytes)) => {
+                self.on_text(conn, message, &bytes)
+            }
+            (Incoming::Data { op, elem, len }, Received::Placed) => {
+                self.data_placed(conn, op, elem, len);
+                Ok(())
+            }
+            (
+                Incoming::Write {
+                    req,
+                    last,
+                    bytes,
+                    flag: Some(flag),
+                },
+                Received::Bytes(value),
+            ) => {
+                store_flag(&flag, &value);
+                self.write_placed(conn, req, last, bytes);
+                Ok(())
+            }
+            (
+                Incoming::Write {
+                    req,
+                    last,
+                    bytes,
+                    flag: None,
+                },
+                Received::Placed,
+            ) => {
+                self.write_placed(conn, req, last, bytes);
+                Ok(())
+            }
+            (Incoming::Refused { req, last }, _) => {
+                if last {
+                    self.answer_refused(conn, req);
+                }
+                Ok(())
+            }
+            (Incoming::Letter(piece), Received::Bytes(bytes)) => {
+                self.letter_piece(conn, piece, bytes)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn closed(&mut self, conn: ConnId, why: Gone) {
+        self.now = crate::clock::now_ns();
+        self.on_closed(conn, why);
+    }
+}
+
+impl Core {
+    fn set_incoming(&mut self, conn: ConnId, incoming: Incoming) {
+        if let Some(entry) = self.conns.get_mut(&conn) {
+            entry.incoming = Some(incoming);
+        }
+    }
+
+    fn text(&mut self, conn: ConnId, message: Message, len: usize) -> Result<Place, Refuse> {
+        if len > MAX_TEXT {
+            return Err(Refuse(format!(
+                "{len} bytes where at most {MAX_TEXT} belong"
+            )));
+        }
+        self.set_incoming(conn, Incoming::Text(message));
+        Ok(Place::Bytes)
+    }
+
+    fn on_text(&mut self, conn: ConnId, message: Message, body: &[u8]) -> Result<(), Refuse> {
+        match message {
+            Message::Goodbye { why, by } => {
+                self.on_goodbye(conn, why, by, &String::from_utf8_lossy(body));
+                Ok(())
+            }
+            Message::Done { req, code, elem } => {
+                self.on_done(conn, req, code, elem, &String::from_utf8_lossy(body))
+            }
+            greeting => self.on_greeting(conn, greeting, body),
+        }
+    }
+
+    /// A frame that has no body.
+    fn control(&mut self, conn: ConnId, message: Message) -> Result<(), Refuse> {
+        match message {
+            Message::Ping { stamp } => self.send(conn, &Message::Pong { stamp }),
+            Message::Pong { .. } => {}
+            Message::Read {
+                req,
+                elem,
+                addr,
+                len,
+            } => return self.on_read(conn, req, elem, addr, len),
+            Message::Progress { req, .. } => {
+                let now = self.now;
+                if let Some(op) = self.ops.get_mut(&req).filter(|op| op.conn == Some(conn)) {
+                    op.moved = now;
+                }
+                self.moved(conn);
+            }
+            Message::Credit { limit } => self.on_credit(conn, limit),
+            other => return Err(Refuse(format!("{other:?} is not spoken on this link"))),
+        }
+        Ok(())
+    }
+
+    // ---- reads of a peer ----------------------------------------------------------------------
+
+    fn on_read(
+        &mut self,
+        conn: ConnId,
+        req: u64,
+        elem: u32,
+        addr: u64,
+        len: u64,
+    ) -> Result<(), Refuse> {
+        self.moved(conn);
+        let granted = self
+            .shared
+            .registry
+            .lock()
+            .grant(conn, addr, len, Direction::Read);
+        match granted {
+            Ok(lease) => {
+                let (ptr, len) = (addr as usize, len as usize);
+                let answer = Stream::Answer {
+                    req,
+                    elem,
+                    ptr,
+                    len,
+                    sent: 0,
+                    lease,
+                };
+                let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
+                    return Ok(());
+                };
+                let queue = if len <= SMALL {
+                    &mut link.small
+                } else {
+                    &mut link.bulk
+                };
+                if queue.len() >= MAX_ANSWERS {
+                    return Err(Refuse(format!(
+                        "more than {MAX_ANSWERS} reads wait for their answers"
+                    )));
+                }
+                queue.push_back(answer);
+                self.pump_later(conn);
+            }
+            Err(denied) => {
+                self.shared.counters.requests_refused.add_one();
+                let text = denial(denied, addr, len, Direction::Read);
+                self.send_with(
+                    conn,
+                    &Message::Done {
+                        req,
+                        code: -4,
+                        elem,
+                    },
+                    text.into_bytes(),
+                );
+            }
+        }
+        Ok(())
+    }
+
+    // ---- writes of a peer ---------------------------------------------------------------------
+
+    fn place_write(
+        &mut self,
+        conn: ConnId,
+        piece: Piece,
+        body_len: usize,
+    ) -> Result<Place, Refuse> {
+        let within = piece
+            .offset
+            .checked_add(body_len as u64)
+            .is_some_and(|end| end <= piece.len);
+        if !within || body_len == 0 {
+            return Err(Refuse(format!(
+                "a piece of {body_len} bytes at {} of an element of {}",
+                piece.offset, piece.len
+            )));
+        }
+        let (req, last, bytes) = (piece.req, piece.last, piece.offset + body_len as u64);
+        let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
+            return Ok(Place::Discard);
+        };
+        if link.refused.contains_key(&req) {
+            self.set_incoming(conn, Incoming::Refused { req, last });
+            return Ok(Place::Discard);
+        }
+        // The whole element is checked with each piece: nothing of a bad one is written.
+        let granted =
+            self.shared
+                .registry
+                .lock()
+                .grant(conn, piece.addr, piece.len, Direction::Write);
+        let lease = match granted {
+            Ok(lease) => lease,
+            Err(denied) => {
+                self.shared.counters.requests_refused.add_one();
+                if link.refused.len() >= MAX_REFUSED {
+                    return Err(Refuse(format!(
+                        "more than {MAX_REFUSED} refused writes are not ended"
+                    )));
+                }
+                let text = denial(denied, piece.addr, piece.len, Direction::Write);
+                link.refused.insert(req, (piece.elem, -4, text));
+                self.set_incoming(conn, Incoming::Refused { req, last });
+                return Ok(Place::Discard);
+            }
+        };
+        let addr = piece.addr as usize + piece.offset as usize;
+        let at_once = piece.flag
+            && piece.offset == 0
+            && body_len as u64 == piece.len
+            && matches!(body_len, 1 | 2 | 4 | 8)
+            && addr.is_multiple_of(body_len);
+        if at_once {
+            let flag = Some(Flag { addr, lease });
+            self.set_incoming(
+                conn,
+                Incoming::Write {
+                    req,
+                    last,
+                    bytes,
+                    flag,
+                },
+            );
+            return Ok(Place::Bytes);
+        }
+        if piece.flag {
+            // What this thread stored before is visible before what it stores from here on.
+            fence(Ordering::Release);
+        }
+        self.set_incoming(
+            conn,
+            Incoming::Write {
+                req,
+                last,
+                bytes,
+                flag: None,
+            },
+        );
+        Ok(Place::Memory(Target {
+            ptr: addr as *mut u8,
+            len: body_len,
+            lease,
+        }))
+    }
+
+    fn write_placed(&mut self, conn: ConnId, req: u64, last: bool, bytes: u64) {
+        self.moved(conn);
+        if last {
+            self.send(
+                conn,
+                &Message::Done {
+                    req,
+                    code: 0,
+                    elem: 0,
+                },
+            );
+        } else {
+            self.tell_progress(conn, req, bytes);
+        }
+    }
+
+    /// On a slow link the sender hears now and then that its bytes arrive.
+    pub(super) fn tell_progress(&mut self, conn: ConnId, req: u64, bytes: u64) {
+        let quiet = self
+            .conns
+            .get(&conn)
+            .and_then(|c| c.link.as_ref())
+            .is_some_and(|link| self.now.saturating_sub(link.sent) > PROGRESS_EVERY);
+        if quiet {
+            self.send(conn, &Message::Progress { req, bytes });
+        }
+    }
+
+    /// The last piece of a refused write has come.
+    pub(super) fn answer_refused(&mut self, conn: ConnId, req: u64) {
+        let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
+            return;
+        };
+        if let Some((elem, code, text)) = link.refused.remove(&req) {
+            self.send_with(conn, &Message::Done { req, code, elem }, text.into_bytes());
+        }
+    }
+
+    // ---- answers to our reads -----------------------------------------------------------------
+
+    fn place_data(
+        &mut self,
+        conn: ConnId,
+        req: u64,
+        elem: u32,
+        offset: u64,
+        body_len: usize,
+    ) -> Result<Place, Refuse> {
+        let elem = elem as usize;
+        let element = self
+            .ops
+            .get(&req)
+            .filter(|op| op.conn == Some(conn))
+            .and_then(|op| match &op.work {
+                // Beyond `next` it has not been asked for.
+                Work::Read { elements, next, .. } if elem < *next => elements.get(elem),
+                _ => None,
+            })
+            .ok_or_else(|| {
+                Refuse(format!(
+                    "an answer to request {req} element {elem}, which was not asked"
+                ))
+            })?;
+        if offset != element.done as u64 || body_len == 0 || body_len > element.len - element.done {
+            return Err(Refuse(format!(
+                "a piece of {body_len} bytes at {offset} where {} of {} bytes have come",
+                element.done, element.len
+            )));
+        }
+        let target = Target {
+            ptr: (element.local + element.done) as *mut u8,
+            len: body_len,
+            lease: element.lease.clone(),
+        };
+        self.set_incoming(
+            conn,
+            Incoming::Data {
+                op: req,
+                elem,
+                len: body_len,
+            },
+        );
+        Ok(Place::Memory(target))
+    }
+}
+
+/// Stores a flag at once, after all that this thread stored before.
+fn store_flag(flag: &Flag, value: &[u8]) {
+    macro_rules! store {
+        ($atomic:ty, $int:ty) => {
+            if let Ok(bytes) = value.try_into() {
+                // SAFETY: the address is aligned to the size and lies in a region that the flag's lease keeps valid;
+                // memory that peers write is only ever accessed through raw pointers and atomics here.
+                let at = unsafe { <$atomic>::from_ptr(flag.addr as *mut $int) };
+                at.store(<$int>::from_ne_bytes(bytes), Ordering::Release);
+            }
+        };
+    }
+    match value.len() {
+        1 => store!(AtomicU8, u8),
+        2 => store!(AtomicU16, u16),
+        4 => store!(AtomicU32, u32),
+        _ => store!(AtomicU64, u64),
+    }
+}
+
+/// The sentence that the requester gets.
+fn denial(denied: Denied, addr: u64, len: u64, direction: Direction) -> String {
+    let what = match direction {
+        Direction::Read => "read",
+        Direction::Write => "write",
+    };
+    match denied {
+        Denied::Unregistered => {
+            format!("{what} of {len} bytes at {addr:#x}: no region is registered there in the peer")
+        }
+        Denied::OutOfBounds => format!(
+            "{what} of {len} bytes at {addr:#x}: the range leaves the peer's region that holds its start"
+        ),
+        Denied::Access => {
+            format!("{what} of {len} bytes at {addr:#x}: the peer's region does not allow it")
+        }
+    }
+}

@@ -1,0 +1,426 @@
+//! The loop that drives an engine, and the callers that help.
+//!
+//! The *driver* is the core and its transport together; whoever holds its lock drives. Usually that is
+//! the progress thread, which sleeps in epoll when there is nothing to do. A caller that waits for its own
+//! operation takes the driver if nobody helps already, and polls: two hops between threads would cost more
+//! than a small transfer. Who cannot get the driver leaves a command in the queue; whoever holds it looks into the
+//! queue again after letting go, so that no command is left behind.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use crossbeam_queue::SegQueue;
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::time::Timespec;
+
+use crate::clock::now_ns;
+use crate::completion::Completion;
+use crate::core::{Command, Core, Out, Shared};
+use crate::error::{Error, Result};
+use crate::host;
+use crate::transport::Transport;
+
+/// Commands taken in one turn, so that a flood of posts does not hold up answers.
+const COMMANDS_PER_TURN: usize = 256;
+
+/// The core with its transport. Only its holder may touch either.
+pub(crate) struct Driver {
+    core: Core,
+    /// Gone once the engine is closed.
+    transport: Option<Box<dyn Transport>>,
+    out: Vec<Out>,
+}
+
+/// What the handles of an engine and its progress thread share.
+pub(crate) struct Hub {
+    pub(crate) shared: Arc<Shared>,
+    commands: SegQueue<Command>,
+    driver: Mutex<Driver>,
+    /// Callers that want the driver: the progress thread does not poll beside them.
+    wanted: AtomicUsize,
+    /// A caller is helping.
+    helping: AtomicBool,
+    /// Watches the transport and `wake`.
+    epoll: OwnedFd,
+    transport_fd: std::os::fd::RawFd,
+    wake: OwnedFd,
+    /// The progress thread sleeps, or is about to.
+    asleep: AtomicBool,
+    /// Until when it means to sleep.
+    sleeping_until: AtomicU64,
+    /// The lookups that are under way: to bound the threads.
+    lookups: AtomicUsize,
+    spin: Duration,
+    ended: Mutex<bool>,
+    ended_changed: Condvar,
+}
+
+impl Hub {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        transport: Box<dyn Transport>,
+        spin: Duration,
+    ) -> Result<Arc<Self>> {
+        let system = |what: &str, e: rustix::io::Errno| {
+            Error::new(crate::error::ErrorKind::Transport, format!("{what}: {e}"))
+        };
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+            .map_err(|e| system("cannot make an epoll descriptor", e))?;
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| system("cannot make an event descriptor", e))?;
+        let transport_fd = transport.fd();
+        let hub = Self {
+            commands: SegQueue::new(),
+            driver: Mutex::new(Driver {
+                core: Core::new(shared.clone()),
+                transport: Some(transport),
+                out: Vec::new(),
+            }),
+            shared,
+            wanted: AtomicUsize::new(0),
+            helping: AtomicBool::new(false),
+            epoll,
+            transport_fd,
+            wake,
+            asleep: AtomicBool::new(false),
+            sleeping_until: AtomicU64::new(0),
+            lookups: AtomicUsize::new(0),
+            spin,
+            ended: Mutex::new(false),
+            ended_changed: Condvar::new(),
+        };
+        epoll::add(
+            &hub.epoll,
+            &hub.wake,
+            epoll::EventData::new_u64(0),
+            epoll::EventFlags::IN,
+        )
+        .and_then(|()| {
+            epoll::add(
+                &hub.epoll,
+                hub.transport_fd(),
+                epoll::EventData::new_u64(1),
+                epoll::EventFlags::IN,
+            )
+        })
+        .map_err(|e| system("cannot watch the transport", e))?;
+        Ok(Arc::new(hub))
+    }
+
+    fn transport_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: used only while the driver, which owns the transport and its descriptor, is held or before the
+        // progress thread starts.
+        unsafe { BorrowedFd::borrow_raw(self.transport_fd) }
+    }
+
+    // ---- commands -----------------------------------------------------------------------------
+
+    /// Hands a command to the core: at once if nobody drives, else whoever drives takes it.
+    pub(crate) fn command(self: &Arc<Self>, command: Command) {
+        self.commands.push(command);
+        self.serve();
+    }
+
+    /// Drives for one turn if nobody does.
+    fn serve(self: &Arc<Self>) {
+        loop {
+            // Pairs with the fence of whoever lets go of the driver: either they see our command or we get the driver.
+            fence(Ordering::SeqCst);
+            let Some(mut driver) = self.driver.try_lock() else {
+                break;
+            };
+            driver.turn(self);
+            self.let_go(driver);
+            if self.commands.is_empty() {
+                break;
+            }
+        }
+        if self.asleep.load(Ordering::SeqCst) && !self.commands.is_empty() {
+            self.wake_up();
+        }
+    }
+
+    /// Releases the driver, wakes those whose operations have ended, and the progress thread if it sleeps too long.
+    fn let_go(&self, mut driver: MutexGuard<'_, Driver>) {
+        let mut woken = Vec::new();
+        driver.core.take_woken(&mut woken);
+        let next = driver.core.next_tick();
+        let unsent = driver.transport.as_mut().is_some_and(|t| !t.arm());
+        drop(driver);
+        fence(Ordering::SeqCst);
+        for completion in woken {
+            completion.wake();
+        }
+        if unsent || next < self.sleeping_until.load(Ordering::SeqCst) {
+            self.wake_up();
+        }
+    }
+
+    fn wake_up(&self) {
+        if self.asleep.swap(false, Ordering::SeqCst) {
+            // Cannot fail but for a counter that is full, and then the thread is awake.
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
+    }
+
+    // ---- helping ------------------------------------------------------------------------------
+
+    /// Hands over a command and stays to drive until `completion` has ended, `until` has passed, or nothing has
+    /// happened for the spin time. The caller then waits for the completion in the ordinary way.
+    pub(crate) fn command_and_help(
+        self: &Arc<Self>,
+        command: Command,
+        completion: &Completion,
+        until: Option<Instant>,
+    ) {
+        self.commands.push(command);
+        if self.helping.swap(true, Ordering::AcqRel) {
+            // Somebody helps already and takes our command along.
+            return self.serve();
+        }
+        self.wanted.fetch_add(1, Ordering::SeqCst);
+        let mut driver = self.driver.lock();
+        self.watch_transport(&driver, false);
+        let mut busy = Instant::now();
+        loop {
+            let n = driver.turn(self);
+            if completion.is_done() {
+                break;
+            }
+            if n > 0 {
+                busy = Instant::now();
+            } else {
+                let now = Instant::now();
+                if now - busy >= self.spin || until.is_some_and(|until| now >= until) {
+                    break;
+                }
+                std::hint::spin_loop();
+            }
+            if driver.core.has_woken() {
+                let mut woken = Vec::new();
+                driver.core.take_woken(&mut woken);
+                MutexGuard::unlocked(&mut driver, || {
+                    for completion in woken {
+                        completion.wake();
+                    }
+                });
+            }
+        }
+        self.watch_transport(&driver, true);
+        self.wanted.fetch_sub(1, Ordering::SeqCst);
+        self.helping.store(false, Ordering::Release);
+        self.let_go(driver);
+        if !self.commands.is_empty() {
+            self.serve();
+        }
+    }
+
+    /// While a caller helps, news on the transport need not wake the progress thread.
+    fn watch_transport(&self, driver: &Driver, on: bool) {
+        if driver.transport.is_none() {
+            return;
+        }
+        let flags = if on {
+            epoll::EventFlags::IN
+        } else {
+            epoll::EventFlags::empty()
+        };
+        // Cannot fail: the descriptor was added and the transport still owns it.
+        let _ = epoll::modify(
+            &self.epoll,
+            self.transport_fd(),
+            epoll::EventData::new_u64(1),
+            flags,
+        );
+    }
+
+    // ---- the progress thread ------------------------------------------------------------------
+
+    /// The body of the progress thread: returns when the engine has closed.
+    pub(crate) fn run(self: &Arc<Self>) {
+        loop {
+            let mut driver = self.driver.lock();
+            let n = driver.turn(self);
+            if driver.core.is_closed() {
+                let transport = driver.transport.take();
+                let mut woken = Vec::new();
+                driver.core.take_woken(&mut woken);
+                drop(driver);
+                drop(transport);
+                for completion in woken {
+                    completion.wake();
+                }
+                *self.ended.lock() = true;
+                self.ended_changed.notify_all();
+                return;
+            }
+            let polls =
+                n > 0 || now_ns().saturating_sub(driver.core.traffic) < self.spin.as_nanos() as u64;
+            if polls && self.wanted.load(Ordering::SeqCst) == 0 {
+                let woken = driver.core.has_woken();
+                if woken {
+                    self.let_go(driver);
+                } else {
+                    drop(driver);
+                    fence(Ordering::SeqCst);
+                }
+                if n == 0 {
+                    std::thread::yield_now();
+                }
+                continue;
+            }
+            self.sleep(driver);
+        }
+    }
+
+    fn sleep(self: &Arc<Self>, mut driver: MutexGuard<'_, Driver>) {
+        let ready = driver.transport.as_mut().is_some_and(|t| !t.arm());
+        let until = driver.core.next_tick();
+        self.sleeping_until.store(until, Ordering::SeqCst);
+        self.asleep.store(true, Ordering::SeqCst);
+        let mut woken = Vec::new();
+        driver.core.take_woken(&mut woken);
+        drop(driver);
+        fence(Ordering::SeqCst);
+        for completion in woken {
+            completion.wake();
+        }
+        // A helper that is about to take the driver has work of its own: nothing is lost by sleeping.
+        let helped = self.wanted.load(Ordering::SeqCst) > 0;
+        if (ready && !helped) || !self.commands.is_empty() {
+            self.asleep.store(false, Ordering::SeqCst);
+            return;
+        }
+        let timeout = (until != u64::MAX).then(|| {
+            let left = until.saturating_sub(now_ns());
+            Timespec {
+                tv_sec: (left / 1_000_000_000) as _,
+                tv_nsec: (left % 1_000_000_000) as _,
+            }
+        });
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 2];
+        // Interrupted or not, the next turn looks at everything.
+        let _ = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref());
+        self.asleep.store(false, Ordering::SeqCst);
+        self.sleeping_until.store(0, Ordering::SeqCst);
+        let mut count = [0; 8];
+        let _ = rustix::io::read(self.wake.as_fd(), &mut count);
+        self.shared.counters.wakeups.add_one();
+    }
+
+    /// Waits until the progress thread has ended; false after `timeout`.
+    pub(crate) fn wait_ended(&self, timeout: Duration) -> bool {
+        let until = Instant::now() + timeout;
+        let mut ended = self.ended.lock();
+        while !*ended {
+            if self.ended_changed.wait_until(&mut ended, until).timed_out() {
+                break;
+            }
+        }
+        *ended
+    }
+
+    /// Looks a name up on a thread of its own: a resolver may take seconds.
+    fn resolve(self: &Arc<Self>, core: &Core, peer: usize, link: crate::peer::LinkId) {
+        const MAX_LOOKUPS: usize = 16;
+        let Some(url) = core.peer_url(peer) else {
+            return;
+        };
+        if self.lookups.fetch_add(1, Ordering::SeqCst) >= MAX_LOOKUPS {
+            self.lookups.fetch_sub(1, Ordering::SeqCst);
+            let result = Err(format!("{MAX_LOOKUPS} names are being looked up already"));
+            return self.commands.push(core.resolution(peer, link, result));
+        }
+        let hub = Arc::downgrade(self);
+        let make = core.resolution(peer, link, Err(String::new()));
+        let started = std::thread::Builder::new()
+            .name("connex-resolve".into())
+            .spawn(move || {
+                let result = host::resolve(&url.host, url.port);
+                let (Some(hub), Command::Resolved { peer, link, .. }) = (hub.upgrade(), make)
+                else {
+                    return;
+                };
+                hub.lookups.fetch_sub(1, Ordering::SeqCst);
+                hub.command(Command::Resolved { peer, link, result });
+            });
+        if let Err(e) = started {
+            self.lookups.fetch_sub(1, Ordering::SeqCst);
+            self.commands.push(core.resolution(
+                peer,
+                link,
+                Err(format!("no thread for looking a name up: {e}")),
+            ));
+        }
+    }
+}
+
+impl Driver {
+    /// Does what there is to be done; returns how much that was.
+    fn turn(&mut self, hub: &Arc<Hub>) -> usize {
+        self.core.now = now_ns();
+        let mut n = 0;
+        while n < COMMANDS_PER_TURN {
+            let Some(command) = hub.commands.pop() else {
+                break;
+            };
+            self.core.command(command);
+            n += 1;
+        }
+        self.carry_out(hub);
+        if let Some(transport) = &mut self.transport {
+            n += transport.progress(&mut self.core);
+        }
+        if self.core.now >= self.core.next_tick() {
+            self.core.tick();
+        }
+        n + self.carry_out(hub)
+    }
+
+    /// Carries out what the core wants of the transport.
+    fn carry_out(&mut self, hub: &Arc<Hub>) -> usize {
+        let mut n = 0;
+        while self.core.has_out() {
+            let mut out = std::mem::take(&mut self.out);
+            self.core.take_out(&mut out);
+            for out in out.drain(..) {
+                n += 1;
+                let Some(transport) = &mut self.transport else {
+                    continue;
+                };
+                match out {
+                    Out::Send(conn, frame) => transport.send(conn, frame),
+                    Out::Dial { peer, link, to } => {
+                        let conn = transport.dial(to);
+                        self.core.dialled(peer, link, conn);
+                    }
+                    Out::Resolve { peer, link } => hub.resolve(&self.core, peer, link),
+                    Out::Close(conn, how) => transport.close(conn, how),
+                    Out::StopListening => transport.stop_listening(),
+                }
+            }
+            self.out = out;
+        }
+        if let Some(transport) = &mut self.transport {
+            n += self.core.pump(transport.as_mut());
+        }
+        n
+    }
+
+    pub(crate) fn accept_backoffs(&self) -> u64 {
+        self.transport.as_ref().map_or(0, |t| t.accept_backoffs())
+    }
+}
+
+impl Hub {
+    /// Reads something that only the driver knows.
+    pub(crate) fn with_driver<T>(&self, read: impl FnOnce(&Driver) -> T) -> T {
+        read(&self.driver.lock())
+    }
+}

@@ -1,0 +1,503 @@
+//! One connection: frames out of and into a non-blocking stream.
+//!
+//! On the wire a frame is a prefix of 8 bytes (two magic bytes, the length of the head, a zero, the
+//! length of the body), the head, and the body.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+
+use socket2::Socket;
+
+use super::PIECE;
+use crate::transport::{
+    Body, Class, ConnId, Frame, MAX_HEAD, Place, Received, Refuse, Target, Upcalls,
+};
+
+const MAGIC: [u8; 2] = [0xc7, 0x5d];
+const PREFIX: usize = 8;
+/// Frames gathered into one system call.
+const GATHER: usize = 32;
+/// Bytes read from one connection before others get their turn.
+const READ_BUDGET: usize = 2 << 20;
+/// A body with at least this much left is received straight into its place, if that is aligned.
+const DIRECT: usize = 64 << 10;
+/// `recv` into a place that is not aligned to this runs at half the speed (FACTS): such bodies go
+/// through the shared hot buffer.
+const ALIGNED: usize = 64;
+
+/// A frame on its way out.
+struct Outgoing {
+    /// Prefix and head.
+    start: [u8; PREFIX + MAX_HEAD],
+    start_len: usize,
+    body: Body,
+    /// Bytes of start and body already sent.
+    sent: usize,
+}
+
+impl Outgoing {
+    fn new(frame: Frame) -> Self {
+        let head = frame.head.as_slice();
+        let mut start = [0; PREFIX + MAX_HEAD];
+        start[..2].copy_from_slice(&MAGIC);
+        start[2] = head.len() as u8;
+        start[4..8].copy_from_slice(&(frame.body.len() as u32).to_le_bytes());
+        start[PREFIX..PREFIX + head.len()].copy_from_slice(head);
+        Self {
+            start,
+            start_len: PREFIX + head.len(),
+            body: frame.body,
+            sent: 0,
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.start_len + self.body.len()
+    }
+
+    /// Adds what is still to be sent to `iov`.
+    fn gather(&self, iov: &mut Vec<libc::iovec>) {
+        let mut push = |ptr: *const u8, len: usize, skip: usize| {
+            if skip < len {
+                // `wrapping_add`: stays inside the buffer, skip < len.
+                let base = ptr.wrapping_add(skip).cast_mut().cast();
+                iov.push(libc::iovec {
+                    iov_base: base,
+                    iov_len: len - skip,
+                });
+            }
+        };
+        push(self.start.as_ptr(), self.start_len, self.sent);
+        let skip = self.sent.saturating_sub(self.start_len);
+        match &self.body {
+            Body::Empty => {}
+            Body::Bytes(bytes) => push(bytes.as_ptr(), bytes.len(), skip),
+            Body::Memory(source) => push(source.ptr, source.len, skip),
+        }
+    }
+}
+
+/// What is being read.
+enum Reading {
+    /// Prefix and head are being collected in `Conn::start`.
+    Start,
+    /// The body goes into memory.
+    Memory { target: Target, filled: usize },
+    /// The body is collected.
+    Bytes { bytes: Vec<u8>, len: usize },
+    /// The body is thrown away.
+    Discard { left: usize },
+}
+
+/// What a system call on the stream came to.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Io {
+    /// So many bytes.
+    Moved(usize),
+    /// Nothing now.
+    Blocked,
+    /// The other side has ended its stream.
+    End,
+}
+
+/// Why reading stopped for good.
+#[derive(Debug)]
+pub(super) enum Broken {
+    End,
+    Io(io::Error),
+    Protocol(String),
+}
+
+/// One connection.
+pub(super) struct Conn {
+    pub(super) id: ConnId,
+    socket: Socket,
+    urgent: VecDeque<Outgoing>,
+    bulk: VecDeque<Outgoing>,
+    /// Whether the front of `bulk` is partly sent: then it goes on before anything else.
+    bulk_started: bool,
+    bulk_bytes: usize,
+    reading: Reading,
+    start: Vec<u8>,
+}
+
+impl Conn {
+    pub(super) fn new(id: ConnId, socket: Socket) -> Self {
+        Self {
+            id,
+            socket,
+            urgent: VecDeque::new(),
+            bulk: VecDeque::new(),
+            bulk_started: false,
+            bulk_bytes: 0,
+            reading: Reading::Start,
+            start: Vec::new(),
+        }
+    }
+
+    pub(super) fn fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+
+    pub(super) fn socket(&self) -> &Socket {
+        &self.socket
+    }
+
+    pub(super) fn queue(&mut self, frame: Frame) {
+        let class = frame.class;
+        let outgoing = Outgoing::new(frame);
+        match class {
+            Class::Urgent => self.urgent.push_back(outgoing),
+            Class::Bulk => {
+                self.bulk_bytes += outgoing.len();
+                self.bulk.push_back(outgoing);
+            }
+        }
+    }
+
+    /// Bytes of bulk frames that are queued.
+    pub(super) fn bulk_bytes(&self) -> usize {
+        self.bulk_bytes
+    }
+
+    /// Urgent frames that are queued.
+    pub(super) fn urgent_frames(&self) -> usize {
+        self.urgent.len()
+    }
+
+    pub(super) fn has_output(&self) -> bool {
+        !self.urgent.is_empty() || !self.bulk.is_empty()
+    }
+
+    /// Drops what is queued and what is being read, and releases the memory of both.
+    pub(super) fn drop_memory(&mut self) {
+        self.drop_memory_to_send();
+        self.reading = Reading::Start;
+    }
+
+    /// Drops what is queued and releases its memory.
+    pub(super) fn drop_memory_to_send(&mut self) {
+        self.urgent.clear();
+        self.bulk.clear();
+        self.bulk_bytes = 0;
+        self.bulk_started = false;
+    }
+
+    /// Before an abort: sends what is urgent, unless a bulk frame is half out.
+    pub(super) fn flush_urgent(&mut self) -> io::Result<()> {
+        if !self.bulk_started {
+            self.bulk.clear();
+            self.bulk_bytes = 0;
+            self.flush(&mut 0)?;
+        }
+        Ok(())
+    }
+
+    /// Sends what the socket takes. True if all is out, false if it would block.
+    pub(super) fn flush(&mut self, sent: &mut u64) -> io::Result<bool> {
+        let mut iov = Vec::with_capacity(2 * GATHER);
+        while self.has_output() {
+            iov.clear();
+            for outgoing in self.in_order().take(GATHER) {
+                outgoing.gather(&mut iov);
+            }
+            match send_vectored(self.fd(), &iov)? {
+                Io::Moved(n) => {
+                    *sent += n as u64;
+                    self.advance(n);
+                }
+                _ => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
+
+    /// The queued frames in the order in which they go out.
+    fn in_order(&self) -> impl Iterator<Item = &Outgoing> {
+        let started = usize::from(self.bulk_started);
+        self.bulk
+            .iter()
+            .take(started)
+            .chain(self.urgent.iter())
+            .chain(self.bulk.iter().skip(started))
+    }
+
+    fn advance(&mut self, mut n: usize) {
+        while n > 0 {
+            let from_bulk = self.bulk_started || self.urgent.is_empty();
+            let queue = if from_bulk {
+                &mut self.bulk
+            } else {
+                &mut self.urgent
+            };
+            let Some(front) = queue.front_mut() else {
+                return;
+            };
+            let take = n.min(front.len() - front.sent);
+            front.sent += take;
+            n -= take;
+            let complete = front.sent == front.len();
+            if from_bulk {
+                self.bulk_started = !complete;
+            }
+            if complete {
+                let len = front.len();
+                queue.pop_front();
+                if from_bulk {
+                    self.bulk_bytes -= len;
+                }
+            }
+        }
+        // An urgent frame that is partly sent stays at the front of its queue; a bulk frame cannot
+        // start before it is complete, since urgent frames come first.
+    }
+
+    /// Receives what is there and hands it up. `hot` is a buffer shared by all connections: what
+    /// goes through it stays in the cache. Returns the bytes read.
+    pub(super) fn receive(
+        &mut self,
+        hot: &mut [u8],
+        up: &mut dyn Upcalls,
+    ) -> Result<usize, (usize, Broken)> {
+        let mut total = 0;
+        while total < READ_BUDGET {
+            let (io, wanted) = match self.receive_once(hot, up) {
+                Ok(io) => io,
+                Err(broken) => return Err((total, broken)),
+            };
+            match io {
+                Io::Moved(n) => {
+                    total += n;
+                    if n < wanted {
+                        break;
+                    }
+                }
+                Io::Blocked => break,
+                Io::End => return Err((total, Broken::End)),
+            }
+        }
+        Ok(total)
+    }
+
+    /// One system call's worth; also returns how many bytes were asked for.
+    fn receive_once(
+        &mut self,
+        hot: &mut [u8],
+        up: &mut dyn Upcalls,
+    ) -> Result<(Io, usize), Broken> {
+        if let Reading::Memory { target, filled } = &mut self.reading {
+            let left = target.len - *filled;
+            let at = target.ptr.wrapping_add(*filled);
+            if left >= DIRECT && (at as usize).is_multiple_of(ALIGNED) {
+                // SAFETY: `at` and the `left` bytes after it lie in the target, which its lease keeps valid.
+                let io = unsafe { recv(self.socket.as_raw_fd(), at, left) }.map_err(Broken::Io)?;
+                if let Io::Moved(n) = io {
+                    *filled += n;
+                    up.heard(self.id);
+                    if *filled == target.len {
+                        self.finish(Received::Placed, up)?;
+                    }
+                }
+                return Ok((io, left));
+            }
+        }
+        // What is wanted beyond a body in progress may be the start of the next frames: read all
+        // there is, unless the rest of a long body would be better received directly.
+        // SAFETY: `hot` is a valid buffer of that length.
+        let io = unsafe { recv(self.fd(), hot.as_mut_ptr(), hot.len()) }.map_err(Broken::Io)?;
+        if let Io::Moved(n) = io {
+            up.heard(self.id);
+            self.take(&hot[..n], up)?;
+        }
+        Ok((io, hot.len()))
+    }
+
+    /// Takes received bytes apart into frames.
+    fn take(&mut self, mut bytes: &[u8], up: &mut dyn Upcalls) -> Result<(), Broken> {
+        while !bytes.is_empty() {
+            bytes = match &mut self.reading {
+                Reading::Start => self.take_start(bytes, up)?,
+                Reading::Memory { target, filled } => {
+                    let n = bytes.len().min(target.len - *filled);
+                    // SAFETY: the target has room for `n` bytes at `filled` and its lease keeps it valid;
+                    // `bytes` is our own buffer, which overlaps no target.
+                    unsafe {
+                        std::ptr::copy_nonoverlapping(bytes.as_ptr(), target.ptr.add(*filled), n);
+                    }
+                    *filled += n;
+                    if *filled == target.len {
+                        self.finish(Received::Placed, up)?;
+                    }
+                    &bytes[n..]
+                }
+                Reading::Bytes {
+                    bytes: collected,
+                    len,
+                } => {
+                    let n = bytes.len().min(*len - collected.len());
+                    collected.extend_from_slice(&bytes[..n]);
+                    if collected.len() == *len {
+                        let collected = std::mem::take(collected);
+                        self.finish(Received::Bytes(collected), up)?;
+                    }
+                    &bytes[n..]
+                }
+                Reading::Discard { left } => {
+                    let n = bytes.len().min(*left);
+                    *left -= n;
+                    if *left == 0 {
+                        self.finish(Received::Discarded, up)?;
+                    }
+                    &bytes[n..]
+                }
+            };
+        }
+        Ok(())
+    }
+
+    /// Collects prefix and head; returns what is left of `bytes`.
+    fn take_start<'a>(
+        &mut self,
+        bytes: &'a [u8],
+        up: &mut dyn Upcalls,
+    ) -> Result<&'a [u8], Broken> {
+        // The common case: all of it lies in `bytes`.
+        if self.start.is_empty() && bytes.len() >= PREFIX {
+            let (head_len, body_len) = parse_prefix(bytes)?;
+            if bytes.len() >= PREFIX + head_len {
+                let (start, rest) = bytes.split_at(PREFIX + head_len);
+                self.open(&start[PREFIX..], body_len, up)?;
+                return Ok(rest);
+            }
+        }
+        let wanted = if self.start.len() < PREFIX {
+            PREFIX
+        } else {
+            PREFIX + parse_prefix(&self.start)?.0
+        };
+        let n = bytes.len().min(wanted - self.start.len());
+        self.start.extend_from_slice(&bytes[..n]);
+        if self.start.len() >= PREFIX {
+            let (head_len, body_len) = parse_prefix(&self.start)?;
+            if self.start.len() == PREFIX + head_len {
+                let start = std::mem::take(&mut self.start);
+                self.open(&start[PREFIX..], body_len, up)?;
+            }
+        }
+        Ok(&bytes[n..])
+    }
+
+    /// A head is complete: asks where the body goes.
+    fn open(&mut self, head: &[u8], len: usize, up: &mut dyn Upcalls) -> Result<(), Broken> {
+        let place = up
+            .frame(self.id, head, len)
+            .map_err(|Refuse(why)| Broken::Protocol(why))?;
+        if len == 0 {
+            let received = match place {
+                Place::Memory(_) => Received::Placed,
+                Place::Bytes => Received::Bytes(Vec::new()),
+                Place::Discard => Received::Discarded,
+            };
+            return up
+                .body(self.id, received)
+                .map_err(|Refuse(why)| Broken::Protocol(why));
+        }
+        self.reading = match place {
+            Place::Memory(target) => {
+                debug_assert_eq!(
+                    target.len, len,
+                    "the engine names a place of the body's length"
+                );
+                Reading::Memory { target, filled: 0 }
+            }
+            Place::Bytes => Reading::Bytes {
+                bytes: Vec::with_capacity(len.min(16 << 10)),
+                len,
+            },
+            Place::Discard => Reading::Discard { left: len },
+        };
+        Ok(())
+    }
+
+    fn finish(&mut self, received: Received, up: &mut dyn Upcalls) -> Result<(), Broken> {
+        // The target's lease goes first: whoever is told of the body may free the memory.
+        self.reading = Reading::Start;
+        up.body(self.id, received)
+            .map_err(|Refuse(why)| Broken::Protocol(why))
+    }
+}
+
+/// Head and body length of a frame.
+fn parse_prefix(bytes: &[u8]) -> Result<(usize, usize), Broken> {
+    let [m0, m1, head, zero, b0, b1, b2, b3, ..] = *bytes else {
+        return Err(Broken::Protocol("a prefix cut short".into()));
+    };
+    if [m0, m1] != MAGIC || zero != 0 {
+        return Err(Broken::Protocol(format!(
+            "the first bytes {m0:02x} {m1:02x} are not ours: the other side speaks another protocol, perhaps with transport=\"ucx\" where this side has \"tcp\""
+        )));
+    }
+    let (head, body) = (
+        usize::from(head),
+        u32::from_le_bytes([b0, b1, b2, b3]) as usize,
+    );
+    if head == 0 || head > MAX_HEAD {
+        return Err(Broken::Protocol(format!(
+            "a head of {head} bytes, 1 to {MAX_HEAD} are allowed"
+        )));
+    }
+    if body > PIECE {
+        return Err(Broken::Protocol(format!(
+            "a body of {body} bytes, at most {PIECE} are allowed"
+        )));
+    }
+    Ok((head, body))
+}
+
+/// `recv` without waiting.
+///
+/// # Safety
+/// `len` bytes at `ptr` must be valid for writing, or not mapped at all (then the system says EFAULT).
+unsafe fn recv(fd: RawFd, ptr: *mut u8, len: usize) -> io::Result<Io> {
+    loop {
+        // SAFETY: by this function's contract.
+        let n = unsafe { libc::recv(fd, ptr.cast(), len, libc::MSG_DONTWAIT) };
+        if n > 0 {
+            return Ok(Io::Moved(n as usize));
+        }
+        if n == 0 {
+            return Ok(Io::End);
+        }
+        if let Some(io) = classify(io::Error::last_os_error())? {
+            return Ok(io);
+        }
+    }
+}
+
+/// `sendmsg` without waiting and without SIGPIPE.
+fn send_vectored(fd: RawFd, iov: &[libc::iovec]) -> io::Result<Io> {
+    // SAFETY: all-zero is a valid msghdr.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = iov.as_ptr().cast_mut();
+    message.msg_iovlen = iov.len() as _;
+    loop {
+        // SAFETY: the vectors name memory that the queued frames own or hold leases of; the system only reads.
+        let n = unsafe { libc::sendmsg(fd, &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
+        if n >= 0 {
+            return Ok(Io::Moved(n as usize));
+        }
+        if let Some(io) = classify(io::Error::last_os_error())? {
+            return Ok(io);
+        }
+    }
+}
+
+/// `None`: interrupted, try again.
+fn classify(error: io::Error) -> io::Result<Option<Io>> {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => Ok(Some(Io::Blocked)),
+        io::ErrorKind::Interrupted => Ok(None),
+        _ => Err(error),
+    }
+}

@@ -1,0 +1,643 @@
+//! The built-in transport: plain TCP sockets, driven by the engine's own loop.
+//!
+//! Nothing here blocks and there is no thread per connection. Small frames overtake queued bulk;
+//! what a connection holds of bulk is bounded through [`Transport::room`].
+
+mod conn;
+mod listener;
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::time::Duration;
+
+use rustix::event::epoll;
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
+use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
+
+use self::conn::{Broken, Conn};
+use super::{Caps, Class, Close, ConnId, ConnIds, Frame, Gone, Transport, Upcalls};
+
+pub use self::listener::BIND_RETRY;
+
+/// The longest body of a frame. Chosen by measurement: below 128 KiB the cost per frame shows,
+/// above 512 KiB a piece leaves the cache between the socket and its place (`docs/results.md`).
+pub const PIECE: usize = 256 << 10;
+
+/// The hot buffer: one piece with its head.
+const HOT: usize = PIECE + 4096;
+
+/// Bulk that a connection may hold unsent before the engine waits with the next piece.
+const BULK_HELD: usize = 4 * PIECE;
+
+/// Small frames of data that a connection may hold before the engine waits with the next one.
+const URGENT_HELD: usize = 1024;
+
+/// Frames that a connection may hold at all: a peer that asks on and on without reading loses it.
+const URGENT_LIMIT: usize = 64 << 10;
+
+/// Bytes that the kernel may hold unsent for a connection: what small frames wait behind at most.
+const NOT_SENT_LOW_WATER: u32 = 512 << 10;
+
+/// Connections accepted in one go, so that a storm of them delays nobody.
+const ACCEPT_BATCH: usize = 64;
+
+/// Sockets that are looked at in one go.
+const READY: usize = 64;
+
+/// How long accepting pauses when no descriptor is left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// The kernel is asked who has something at least every so many rounds.
+const ASK_EVERY: u32 = 4;
+
+const LISTENER: u64 = 0;
+const TIMER: u64 = u64::MAX;
+
+/// Kernel time-outs that follow the heartbeat settings.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Liveness {
+    /// Time between heartbeats.
+    pub interval: Duration,
+    /// Silence after which a peer is suspected.
+    pub timeout: Duration,
+}
+
+/// The TCP transport of one engine.
+pub struct Tcp {
+    ids: ConnIds,
+    listener: Option<TcpListener>,
+    local: SocketAddr,
+    epoll: OwnedFd,
+    timer: OwnedFd,
+    accepting: bool,
+    accept_backoffs: u64,
+    liveness: Option<Liveness>,
+    slots: HashMap<ConnId, Slot>,
+    /// Connections with frames queued since the last flush.
+    dirty: Vec<ConnId>,
+    /// The connection that spoke last: tried before the kernel is asked who has something.
+    talker: Option<ConnId>,
+    /// Calls of `progress` so far.
+    rounds: u32,
+    /// Connections that are closed, to be reported.
+    gone: Vec<(ConnId, Gone)>,
+    hot: Box<[u8]>,
+}
+
+struct Slot {
+    conn: Conn,
+    state: State,
+    /// What the kernel watches for us.
+    watched: epoll::EventFlags,
+    dirty: bool,
+    /// The system reports an error once, to whichever call comes first: kept for the end that the reading
+    /// side finds.
+    send_error: Option<Gone>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    Connecting,
+    Open,
+    /// Sends what is queued, then ends its stream.
+    Flushing,
+    /// Has ended its stream and waits for the peer to do so: closing earlier could reset the
+    /// connection and take what the peer has not read yet.
+    Draining,
+}
+
+impl Tcp {
+    /// Listens on `addr`.
+    ///
+    /// # Errors
+    /// A sentence that names the address and the reason.
+    pub fn listen(
+        addr: SocketAddr,
+        liveness: Option<Liveness>,
+        ids: ConnIds,
+    ) -> Result<Self, String> {
+        let listener = listener::bind(addr)?;
+        let local = listener
+            .local_addr()
+            .map_err(|e| format!("cannot read the bound address: {e}"))?;
+        let system = |what: &'static str| move |e: rustix::io::Errno| format!("{what}: {e}");
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+            .map_err(system("cannot make an epoll descriptor"))?;
+        let timer = rustix::time::timerfd_create(
+            TimerfdClockId::Monotonic,
+            TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC,
+        )
+        .map_err(system("cannot make a timer descriptor"))?;
+        epoll::add(
+            &epoll,
+            &listener,
+            epoll::EventData::new_u64(LISTENER),
+            epoll::EventFlags::IN,
+        )
+        .map_err(system("cannot watch the listener"))?;
+        epoll::add(
+            &epoll,
+            &timer,
+            epoll::EventData::new_u64(TIMER),
+            epoll::EventFlags::IN,
+        )
+        .map_err(system("cannot watch the timer"))?;
+        Ok(Self {
+            ids,
+            listener: Some(listener),
+            local,
+            epoll,
+            timer,
+            accepting: true,
+            accept_backoffs: 0,
+            liveness,
+            slots: HashMap::new(),
+            dirty: Vec::new(),
+            talker: None,
+            rounds: 0,
+            gone: Vec::new(),
+            hot: vec![0; HOT].into_boxed_slice(),
+        })
+    }
+
+    fn insert(
+        &mut self,
+        id: ConnId,
+        socket: Socket,
+        state: State,
+        watched: epoll::EventFlags,
+    ) -> io::Result<()> {
+        epoll::add(
+            &self.epoll,
+            &socket,
+            epoll::EventData::new_u64(id.0),
+            watched,
+        )?;
+        self.slots.insert(
+            id,
+            Slot {
+                conn: Conn::new(id, socket),
+                state,
+                watched,
+                dirty: false,
+                send_error: None,
+            },
+        );
+        Ok(())
+    }
+
+    fn prepare(&self, socket: &Socket) -> io::Result<()> {
+        socket.set_nonblocking(true)?;
+        socket.set_tcp_nodelay(true)?;
+        set_not_sent_low_water(socket)?;
+        if let Some(liveness) = self.liveness {
+            socket.set_tcp_user_timeout(Some(liveness.timeout))?;
+            let second = Duration::from_secs(1);
+            socket.set_tcp_keepalive(
+                &TcpKeepalive::new()
+                    .with_time(liveness.interval.max(second))
+                    .with_interval(liveness.interval.max(second)),
+            )?;
+        }
+        Ok(())
+    }
+
+    fn start_dial(&mut self, id: ConnId, to: SocketAddr) -> io::Result<()> {
+        let socket = Socket::new(
+            Domain::for_address(to),
+            Type::STREAM.nonblocking().cloexec(),
+            Some(Protocol::TCP),
+        )?;
+        self.prepare(&socket)?;
+        match socket.connect(&to.into()) {
+            Ok(()) => {}
+            Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => {}
+            Err(e) => return Err(e),
+        }
+        self.insert(id, socket, State::Connecting, epoll::EventFlags::OUT)
+    }
+
+    fn accept(&mut self, up: &mut dyn Upcalls) -> usize {
+        let mut n = 0;
+        while n < ACCEPT_BATCH {
+            let Some(listener) = &self.listener else {
+                break;
+            };
+            match SockRef::from(listener).accept() {
+                Ok((socket, from)) => {
+                    n += 1;
+                    let Some(from) = from.as_socket() else {
+                        continue;
+                    };
+                    let id = self.ids.next();
+                    // A connection that is reset before it is set up is no error of ours.
+                    if self.prepare(&socket).is_ok()
+                        && self
+                            .insert(id, socket, State::Open, epoll::EventFlags::IN)
+                            .is_ok()
+                    {
+                        up.accepted(id, from, None);
+                    }
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if is_connection_error(&e) => n += 1,
+                Err(e) => {
+                    self.pause_accepting(&e);
+                    break;
+                }
+            }
+        }
+        n
+    }
+
+    /// No descriptor or memory is left: accepting stops for a while instead of spinning.
+    fn pause_accepting(&mut self, why: &io::Error) {
+        tracing::warn!(target: "connex_rs::transport", %why, "accept: pausing for {ACCEPT_PAUSE:?}");
+        self.accept_backoffs += 1;
+        self.watch_listener(false);
+        let spec = Itimerspec {
+            it_interval: Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            },
+            it_value: Timespec {
+                tv_sec: 0,
+                tv_nsec: ACCEPT_PAUSE.as_nanos() as _,
+            },
+        };
+        // Cannot fail: the descriptor is a timer and the value is in range.
+        let _ = rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &spec);
+    }
+
+    fn watch_listener(&mut self, on: bool) {
+        let Some(listener) = &self.listener else {
+            return;
+        };
+        if on == self.accepting {
+            return;
+        }
+        let flags = if on {
+            epoll::EventFlags::IN
+        } else {
+            epoll::EventFlags::empty()
+        };
+        if epoll::modify(
+            &self.epoll,
+            listener,
+            epoll::EventData::new_u64(LISTENER),
+            flags,
+        )
+        .is_ok()
+        {
+            self.accepting = on;
+        }
+    }
+
+    /// Ends a connection here and now; `closed` is reported by `progress`.
+    fn end(&mut self, id: ConnId, why: Gone) {
+        if let Some(mut slot) = self.slots.remove(&id) {
+            slot.conn.drop_memory();
+            let _ = epoll::delete(&self.epoll, slot.conn.socket());
+            self.gone.push((id, why));
+        }
+    }
+
+    fn end_broken(&mut self, id: ConnId, broken: Broken) {
+        let Some(slot) = self.slots.get_mut(&id) else {
+            return;
+        };
+        let why = match broken {
+            _ if slot.state == State::Draining => Gone::Local,
+            Broken::End => slot.send_error.take().unwrap_or(Gone::EndOfStream),
+            Broken::Io(e) => gone_of(&e),
+            Broken::Protocol(detail) => Gone::Protocol { detail },
+        };
+        self.end(id, why);
+    }
+
+    fn watch(&mut self, id: ConnId, flags: epoll::EventFlags) {
+        let Some(slot) = self.slots.get_mut(&id) else {
+            return;
+        };
+        if slot.watched != flags
+            && epoll::modify(
+                &self.epoll,
+                slot.conn.socket(),
+                epoll::EventData::new_u64(id.0),
+                flags,
+            )
+            .is_ok()
+        {
+            slot.watched = flags;
+        }
+    }
+
+    fn flush_dirty(&mut self) -> usize {
+        let mut moved = 0;
+        for id in std::mem::take(&mut self.dirty) {
+            if let Some(slot) = self.slots.get_mut(&id) {
+                slot.dirty = false;
+                moved += self.flush(id);
+            }
+        }
+        moved
+    }
+
+    fn flush(&mut self, id: ConnId) -> usize {
+        let Some(slot) = self.slots.get_mut(&id) else {
+            return 0;
+        };
+        if !matches!(slot.state, State::Open | State::Flushing) {
+            return 0;
+        }
+        let mut sent = 0;
+        match slot.conn.flush(&mut sent) {
+            Ok(true) => {
+                if slot.state == State::Flushing {
+                    slot.state = State::Draining;
+                    let _ = slot.conn.socket().shutdown(std::net::Shutdown::Write);
+                }
+                self.watch(id, epoll::EventFlags::IN);
+            }
+            Ok(false) => self.watch(id, epoll::EventFlags::IN | epoll::EventFlags::OUT),
+            Err(e) => {
+                // The peer's last words may still lie in the receive buffer: leave the end to the
+                // reading side, which meets the same error after them.
+                tracing::debug!(target: "connex_rs::transport", %e, "send failed");
+                if let Some(slot) = self.slots.get_mut(&id) {
+                    slot.conn.drop_memory_to_send();
+                    slot.send_error = Some(gone_of(&e));
+                }
+                self.watch(id, epoll::EventFlags::IN);
+                if e.raw_os_error() == Some(libc::EFAULT) {
+                    let detail = "local memory of a transfer is not mapped".to_owned();
+                    self.end(id, Gone::Protocol { detail });
+                }
+            }
+        }
+        sent as usize
+    }
+
+    fn receive(&mut self, id: ConnId, up: &mut dyn Upcalls) -> usize {
+        let Some(slot) = self.slots.get_mut(&id) else {
+            return 0;
+        };
+        match slot.conn.receive(&mut self.hot, up) {
+            Ok(0) => 0,
+            Ok(n) => {
+                self.talker = Some(id);
+                n
+            }
+            Err((n, broken)) => {
+                self.end_broken(id, broken);
+                n + 1
+            }
+        }
+    }
+
+    fn finish_dial(&mut self, id: ConnId, up: &mut dyn Upcalls) {
+        let Some(slot) = self.slots.get_mut(&id) else {
+            return;
+        };
+        match slot.conn.socket().take_error() {
+            Ok(None) => {
+                slot.state = State::Open;
+                self.watch(id, epoll::EventFlags::IN);
+                up.connected(id, None);
+            }
+            Ok(Some(e)) | Err(e) => {
+                let why = match gone_of(&e) {
+                    timed_out @ Gone::TimedOut { .. }
+                        if e.raw_os_error() == Some(libc::ETIMEDOUT) =>
+                    {
+                        timed_out
+                    }
+                    _ => Gone::Unreachable {
+                        detail: e.to_string(),
+                    },
+                };
+                self.end(id, why);
+            }
+        }
+    }
+
+    fn handle(&mut self, event: epoll::Event, up: &mut dyn Upcalls) -> usize {
+        let flags = event.flags;
+        match event.data.u64() {
+            LISTENER => self.accept(up),
+            TIMER => {
+                let mut count = [0; 8];
+                let _ = rustix::io::read(&self.timer, &mut count);
+                self.watch_listener(true);
+                1
+            }
+            id => {
+                let id = ConnId(id);
+                let Some(slot) = self.slots.get(&id) else {
+                    return 0;
+                };
+                if slot.state == State::Connecting {
+                    self.finish_dial(id, up);
+                    return 1;
+                }
+                let mut n = 0;
+                if flags.contains(epoll::EventFlags::OUT) {
+                    n += self.flush(id);
+                }
+                if flags.intersects(
+                    epoll::EventFlags::IN | epoll::EventFlags::HUP | epoll::EventFlags::ERR,
+                ) {
+                    n += self.receive(id, up);
+                }
+                n
+            }
+        }
+    }
+
+    fn report_gone(&mut self, up: &mut dyn Upcalls) -> usize {
+        let mut n = 0;
+        for (id, why) in std::mem::take(&mut self.gone) {
+            if self.talker == Some(id) {
+                self.talker = None;
+            }
+            up.closed(id, why);
+            n += 1;
+        }
+        n
+    }
+}
+
+impl Transport for Tcp {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn local_addr(&self) -> SocketAddr {
+        self.local
+    }
+
+    fn dial(&mut self, to: SocketAddr) -> ConnId {
+        let id = self.ids.next();
+        if let Err(e) = self.start_dial(id, to) {
+            self.gone.push((
+                id,
+                Gone::Unreachable {
+                    detail: e.to_string(),
+                },
+            ));
+        }
+        id
+    }
+
+    fn send(&mut self, conn: ConnId, frame: Frame) {
+        let Some(slot) = self.slots.get_mut(&conn) else {
+            return;
+        };
+        if !matches!(slot.state, State::Open | State::Connecting) {
+            return;
+        }
+        if slot.conn.urgent_frames() >= URGENT_LIMIT {
+            let detail = format!("{URGENT_LIMIT} answers wait: the peer asks and does not read");
+            return self.end(conn, Gone::Protocol { detail });
+        }
+        slot.conn.queue(frame);
+        if !slot.dirty {
+            slot.dirty = true;
+            self.dirty.push(conn);
+        }
+    }
+
+    fn room(&self, conn: ConnId, class: Class) -> bool {
+        self.slots.get(&conn).is_some_and(|slot| match class {
+            Class::Urgent => slot.conn.urgent_frames() < URGENT_HELD,
+            Class::Bulk => slot.conn.bulk_bytes() < BULK_HELD,
+        })
+    }
+
+    fn close(&mut self, conn: ConnId, how: Close) {
+        let Some(slot) = self.slots.get_mut(&conn) else {
+            return;
+        };
+        match how {
+            Close::Flush if slot.state == State::Open => {
+                slot.state = State::Flushing;
+                self.flush(conn);
+            }
+            Close::Flush if slot.state != State::Connecting => {}
+            _ => {
+                if slot.state == State::Open {
+                    // A goodbye that was queued goes out if the socket takes it.
+                    let _ = slot.conn.flush_urgent();
+                }
+                self.end(conn, Gone::Local);
+            }
+        }
+    }
+
+    fn progress(&mut self, up: &mut dyn Upcalls) -> usize {
+        let mut n = self.flush_dirty();
+        if let Some(talker) = self.talker {
+            n += self.receive(talker, up);
+        }
+        // A talker that never stops must not hide the others.
+        self.rounds = self.rounds.wrapping_add(1);
+        if n == 0 || self.rounds.is_multiple_of(ASK_EVERY) {
+            let none = epoll::Event {
+                flags: epoll::EventFlags::empty(),
+                data: epoll::EventData::new_u64(0),
+            };
+            let mut ready = [none; READY];
+            let zero = Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            };
+            let got = epoll::wait(&self.epoll, &mut ready[..], Some(&zero)).unwrap_or(0);
+            for event in &ready[..got] {
+                n += self.handle(*event, up);
+            }
+        }
+        n + self.report_gone(up)
+    }
+
+    fn fd(&self) -> RawFd {
+        self.epoll.as_fd().as_raw_fd()
+    }
+
+    fn arm(&mut self) -> bool {
+        self.dirty.is_empty() && self.gone.is_empty()
+    }
+
+    fn caps(&self, _conn: ConnId) -> Caps {
+        Caps {
+            piece: PIECE,
+            path: "tcp".into(),
+        }
+    }
+
+    fn stop_listening(&mut self) {
+        if let Some(listener) = self.listener.take() {
+            let _ = epoll::delete(&self.epoll, &listener);
+        }
+    }
+
+    fn accept_backoffs(&self) -> u64 {
+        self.accept_backoffs
+    }
+}
+
+/// Bounds what the kernel holds unsent: a small frame waits behind that much at most.
+fn set_not_sent_low_water(socket: &Socket) -> io::Result<()> {
+    let value = NOT_SENT_LOW_WATER;
+    // SAFETY: the option takes a 32-bit number, and that is what is passed with its size.
+    let rc = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_NOTSENT_LOWAT,
+            (&raw const value).cast(),
+            size_of_val(&value) as libc::socklen_t,
+        )
+    };
+    if rc == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// Errors that accept passes on from the connection and that say nothing of the listener.
+fn is_connection_error(e: &io::Error) -> bool {
+    matches!(
+        e.raw_os_error(),
+        Some(
+            libc::ECONNABORTED
+                | libc::EPROTO
+                | libc::ENOPROTOOPT
+                | libc::EHOSTDOWN
+                | libc::ENONET
+                | libc::EHOSTUNREACH
+                | libc::EOPNOTSUPP
+                | libc::ENETUNREACH
+                | libc::ENETDOWN
+        )
+    )
+}
+
+/// What an error on an established connection means: a reset is a death; what only says that the path
+/// is silent or gone is a suspicion.
+fn gone_of(e: &io::Error) -> Gone {
+    let detail = e.to_string();
+    match e.raw_os_error() {
+        Some(
+            libc::ETIMEDOUT
+            | libc::EHOSTUNREACH
+            | libc::ENETUNREACH
+            | libc::ENETDOWN
+            | libc::EHOSTDOWN,
+        ) => Gone::TimedOut { detail },
+        _ => Gone::Reset { detail },
+    }
+}
