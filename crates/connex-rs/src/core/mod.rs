@@ -33,22 +33,22 @@ use crate::transport::{Body, Class, Close, ConnId, Frame};
 use crate::wire::{self, Greeting, Message, MsgPiece};
 
 /// How long a connect may take, from the dial to the answer of the peer's engine.
-pub const CONNECT_TIMEOUT: u64 = 3_000_000_000;
+pub(crate) const CONNECT_TIMEOUT: u64 = 3_000_000_000;
 
 /// How long a stranger may take to say who it is, and an accepted dialler to confirm.
-pub const HANDSHAKE_TIMEOUT: u64 = 3_000_000_000;
+pub(crate) const HANDSHAKE_TIMEOUT: u64 = 3_000_000_000;
 
 /// How long `disconnect` and `close` go on delivering what was accepted.
-pub const FLUSH_TIME: u64 = 500_000_000;
+pub(crate) const FLUSH_TIME: u64 = 500_000_000;
 
 /// How long a connection that is closed in order may take to say goodbye.
-pub const GOODBYE_TIME: u64 = 300_000_000;
+pub(crate) const GOODBYE_TIME: u64 = 300_000_000;
 
 /// Connections that may be open at once without having said who they are.
-pub const MAX_STRANGERS: usize = 512;
+pub(crate) const MAX_STRANGERS: usize = 512;
 
 /// A transfer of at most this many bytes goes before bulk.
-pub const SMALL: usize = 32 << 10;
+pub(crate) const SMALL: usize = 32 << 10;
 
 /// What the application's threads and the core share.
 pub(crate) struct Shared {
