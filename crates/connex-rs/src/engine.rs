@@ -895,12 +895,12 @@ impl Transfer {
     /// Ends the operation before its time, with `Canceled`, and returns once nothing touches its memory any
     /// more. If it had been started its link is closed, as by a time-out. Nothing happens to one that has ended.
     pub fn cancel(&self) {
-        if let Some(hub) = &self.engine {
-            if !self.done() {
-                let error = Error::new(ErrorKind::Canceled, "canceled by its caller");
-                hub.command(Command::Cancel { id: self.id, error });
-                self.completion.wait_until(None);
-            }
+        if let Some(hub) = &self.engine
+            && !self.done()
+        {
+            let error = Error::new(ErrorKind::Canceled, "canceled by its caller");
+            hub.command(Command::Cancel { id: self.id, error });
+            self.completion.wait_until(None);
         }
     }
 }

@@ -495,11 +495,11 @@ impl Core {
     }
 
     fn pump_later(&mut self, conn: ConnId) {
-        if let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) {
-            if !link.pumped {
-                link.pumped = true;
-                self.to_pump.push(conn);
-            }
+        if let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut())
+            && !link.pumped
+        {
+            link.pumped = true;
+            self.to_pump.push(conn);
         }
     }
 

@@ -532,10 +532,10 @@ impl Core {
                 counters.rma_err.add_one()
             }
         }
-        if self.shared.debug {
-            if let Err(error) = &result {
-                super::debug_line(&format!("{} failed: {error}", op.describe()));
-            }
+        if self.shared.debug
+            && let Err(error) = &result
+        {
+            super::debug_line(&format!("{} failed: {error}", op.describe()));
         }
         if op.completion.finish(result) {
             self.woken.push(op.completion);
