@@ -10,6 +10,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use socket2::Socket;
 
 use super::PIECE;
+use crate::fork::Private;
 use crate::transport::{
     Body, Class, ConnId, Frame, MAX_HEAD, Place, Received, Refuse, Target, Upcalls,
 };
@@ -112,6 +113,9 @@ pub(super) enum Broken {
 /// One connection.
 pub(super) struct Conn {
     pub(super) id: ConnId,
+    /// Dropped before the socket: fields are dropped in their order.
+    #[expect(dead_code, reason = "held for its drop")]
+    private: Private,
     socket: Socket,
     urgent: VecDeque<Outgoing>,
     bulk: VecDeque<Outgoing>,
@@ -126,6 +130,7 @@ impl Conn {
     pub(super) fn new(id: ConnId, socket: Socket) -> Self {
         Self {
             id,
+            private: Private::new(socket.as_raw_fd()),
             socket,
             urgent: VecDeque::new(),
             bulk: VecDeque::new(),

@@ -17,6 +17,8 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, 
 use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
 
 use self::conn::{Broken, Conn};
+use crate::fork::Private;
+
 use super::{Caps, Class, Close, ConnId, ConnIds, Frame, Gone, Transport, Upcalls};
 
 pub use self::listener::BIND_RETRY;
@@ -67,7 +69,7 @@ pub struct Liveness {
 /// The TCP transport of one engine.
 pub struct Tcp {
     ids: ConnIds,
-    listener: Option<TcpListener>,
+    listener: Option<(Private, TcpListener)>,
     local: SocketAddr,
     epoll: OwnedFd,
     timer: OwnedFd,
@@ -119,6 +121,7 @@ impl Tcp {
         ids: ConnIds,
     ) -> Result<Self, String> {
         let listener = listener::bind(addr)?;
+        let private = Private::new(listener.as_raw_fd());
         let local = listener
             .local_addr()
             .map_err(|e| format!("cannot read the bound address: {e}"))?;
@@ -146,7 +149,7 @@ impl Tcp {
         .map_err(system("cannot watch the timer"))?;
         Ok(Self {
             ids,
-            listener: Some(listener),
+            listener: Some((private, listener)),
             local,
             epoll,
             timer,
@@ -222,7 +225,7 @@ impl Tcp {
     fn accept(&mut self, up: &mut dyn Upcalls) -> usize {
         let mut n = 0;
         while n < ACCEPT_BATCH {
-            let Some(listener) = &self.listener else {
+            let Some((_, listener)) = &self.listener else {
                 break;
             };
             match SockRef::from(listener).accept() {
@@ -273,7 +276,7 @@ impl Tcp {
     }
 
     fn watch_listener(&mut self, on: bool) {
-        let Some(listener) = &self.listener else {
+        let Some((_, listener)) = &self.listener else {
             return;
         };
         if on == self.accepting {
@@ -301,6 +304,8 @@ impl Tcp {
         if let Some(mut slot) = self.slots.remove(&id) {
             slot.conn.drop_memory();
             let _ = epoll::delete(&self.epoll, slot.conn.socket());
+            // Said to the peer even if somebody else still holds the descriptor.
+            let _ = slot.conn.socket().shutdown(std::net::Shutdown::Both);
             self.gone.push((id, why));
         }
     }
@@ -578,7 +583,8 @@ impl Transport for Tcp {
     }
 
     fn stop_listening(&mut self) {
-        if let Some(listener) = self.listener.take() {
+        if let Some((private, listener)) = self.listener.take() {
+            drop(private);
             let _ = epoll::delete(&self.epoll, &listener);
         }
     }
