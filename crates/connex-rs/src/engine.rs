@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -647,6 +647,96 @@ impl Engine {
             .unwrap_or_else(|| Err(Error::closed()))
     }
 
+    // ---- for callers that look up from time to time --------------------------------------------
+
+    /// As [`read`](Self::read), but returns after `patience` at the latest; the transfer may be under way then.
+    ///
+    /// # Safety
+    /// As for `read`, until the transfer has ended.
+    ///
+    /// # Errors
+    /// `Invalid` for what is wrong at the call, `Canceled` after `close`; everything else comes through the transfer.
+    pub unsafe fn read_within(
+        &self,
+        url: &str,
+        dst: usize,
+        src: u64,
+        len: usize,
+        timeout: Option<Duration>,
+        patience: Duration,
+    ) -> Result<Transfer> {
+        let range = Range {
+            local: dst,
+            remote: src,
+            len,
+        };
+        let prepared = self.prepare(url, Kind::Read, &[range], None, timeout)?;
+        Ok(self.run_within(prepared, patience))
+    }
+
+    /// As [`write`](Self::write), but returns after `patience` at the latest; the transfer may be under way then.
+    ///
+    /// # Safety
+    /// As for `write`, until the transfer has ended.
+    ///
+    /// # Errors
+    /// As for [`read_within`](Self::read_within).
+    pub unsafe fn write_within(
+        &self,
+        url: &str,
+        src: usize,
+        dst: u64,
+        len: usize,
+        timeout: Option<Duration>,
+        patience: Duration,
+    ) -> Result<Transfer> {
+        let range = Range {
+            local: src,
+            remote: dst,
+            len,
+        };
+        let prepared = self.prepare(url, Kind::Write, &[range], None, timeout)?;
+        Ok(self.run_within(prepared, patience))
+    }
+
+    /// As [`send_msg`](Self::send_msg), but returns after `patience` at the latest; the message may be waiting then.
+    ///
+    /// # Errors
+    /// As for `send_msg_async`.
+    pub fn send_msg_within(
+        &self,
+        to: Recipient<'_>,
+        message: Vec<u8>,
+        timeout: Option<Duration>,
+        patience: Duration,
+    ) -> Result<Transfer> {
+        let prepared = self.letter(to, message, timeout)?;
+        Ok(self.run_within(prepared, patience))
+    }
+
+    fn run_within(
+        &self,
+        (command, completion, id): (Command, Arc<Completion>, OpId),
+        patience: Duration,
+    ) -> Transfer {
+        let until = deadline(Some(patience));
+        self.0.hub.command_and_help(command, &completion, until);
+        completion.wait_until(until);
+        Transfer {
+            completion,
+            id,
+            engine: Some(self.0.hub.clone()),
+        }
+    }
+
+    /// Whether the engine may be used in this process.
+    ///
+    /// # Errors
+    /// `Invalid` in a forked child, with the way out.
+    pub fn check_process(&self) -> Result<()> {
+        fork::check(self.0.born)
+    }
+
     fn target(&self, url: &str) -> Result<Arc<PeerUrl>> {
         fork::check(self.0.born)?;
         if let Some(known) = self.0.urls.read().get(url) {
@@ -890,6 +980,17 @@ impl Transfer {
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Result<()>> {
         self.completion.wait_until(deadline(timeout));
         self.completion.result().cloned()
+    }
+
+    /// How it ended, if it has.
+    pub fn result(&self) -> Option<Result<()>> {
+        self.completion.result().cloned()
+    }
+
+    /// Leaves a waker that is called once the operation has ended, on a thread of the engine: it may mark a task
+    /// runnable and no more. Replaces an earlier one. False if the operation has ended already: then the waker is not kept.
+    pub fn set_waker(&self, waker: &Waker) -> bool {
+        self.completion.set_waker(waker)
     }
 
     /// Ends the operation before its time, with `Canceled`, and returns once nothing touches its memory any

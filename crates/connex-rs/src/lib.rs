@@ -8,6 +8,7 @@ mod completion;
 pub mod config;
 mod core;
 mod engine;
+mod environment;
 mod error;
 pub mod event;
 mod fork;

@@ -1,0 +1,124 @@
+//! What the environment says where the program does not.
+
+use std::env;
+use std::fs;
+use std::path::Path;
+
+use crate::config::{Config, MIN_SECRET, TransportChoice};
+use crate::error::{Error, Result};
+
+/// Names the transport: `auto`, `tcp` or `ucx`.
+pub const TRANSPORT: &str = "CONNEX_RS_TRANSPORT";
+
+/// Names a file that holds the shared secret; one newline at its end does not count.
+pub const SECRET_FILE: &str = "CONNEX_RS_SECRET_FILE";
+
+impl Config {
+    /// Fills in from the environment what is at its default: the transport from `CONNEX_RS_TRANSPORT`, the secret from
+    /// the file that `CONNEX_RS_SECRET_FILE` names. Empty variables count as unset.
+    ///
+    /// # Errors
+    /// `Invalid` with the variable and its value.
+    pub fn with_environment(self) -> Result<Self> {
+        self.filled_from(|name| {
+            let value = env::var_os(name).filter(|value| !value.is_empty())?;
+            Some(value.to_string_lossy().into_owned())
+        })
+    }
+
+    fn filled_from(mut self, variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        if self.transport == TransportChoice::Auto
+            && let Some(value) = variable(TRANSPORT)
+        {
+            self.transport = TransportChoice::parse(&value)
+                .map_err(|e| Error::invalid(format!("{TRANSPORT}={value}: {}", e.text())))?;
+        }
+        if self.secret.is_none()
+            && let Some(path) = variable(SECRET_FILE)
+        {
+            self.secret = Some(read_secret(Path::new(&path))?);
+        }
+        Ok(self)
+    }
+}
+
+fn read_secret(path: &Path) -> Result<Vec<u8>> {
+    let named = |what: String| Error::invalid(format!("{SECRET_FILE}={}: {what}", path.display()));
+    let mut secret = fs::read(path).map_err(|e| named(format!("cannot be read: {e}")))?;
+    if secret.last() == Some(&b'\n') {
+        secret.pop();
+        if secret.last() == Some(&b'\r') {
+            secret.pop();
+        }
+    }
+    if secret.len() < MIN_SECRET {
+        return Err(named(format!(
+            "the secret in it has {} bytes: at least {MIN_SECRET} are needed",
+            secret.len()
+        )));
+    }
+    Ok(secret)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::identity::LogicalId;
+
+    fn config() -> Config {
+        Config::new(LogicalId::new("m", 0, 0, 0).expect("valid"))
+    }
+
+    #[test]
+    fn arguments_win_over_the_environment() {
+        let says_ucx = |name: &str| (name == TRANSPORT).then(|| "ucx".to_owned());
+        let filled = config().filled_from(says_ucx).expect("valid");
+        assert_eq!(filled.transport, TransportChoice::Ucx);
+        let mut given = config();
+        given.transport = TransportChoice::Tcp;
+        given.secret = Some(vec![7; 20]);
+        let filled = given.filled_from(says_ucx).expect("valid");
+        assert_eq!(filled.transport, TransportChoice::Tcp);
+        assert_eq!(filled.secret, Some(vec![7; 20]));
+    }
+
+    #[test]
+    fn a_wrong_value_is_named() {
+        let error = config()
+            .filled_from(|name| (name == TRANSPORT).then(|| "pigeon".to_owned()))
+            .expect_err("unknown");
+        assert!(
+            error.text().contains("CONNEX_RS_TRANSPORT=pigeon"),
+            "{error}"
+        );
+        let error = config()
+            .filled_from(|name| (name == SECRET_FILE).then(|| "/nowhere/secret".to_owned()))
+            .expect_err("no such file");
+        assert!(
+            error
+                .text()
+                .contains("CONNEX_RS_SECRET_FILE=/nowhere/secret"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn one_newline_at_the_end_of_the_secret_is_dropped() {
+        let path = env::temp_dir().join(format!("connex-rs-secret-{}", std::process::id()));
+        for (written, read) in [
+            (&b"0123456789abcdef\n"[..], Some(16)),
+            (b"0123456789abcdef\r\n", Some(16)),
+            (b"0123456789abcdef\n\n", Some(17)),
+            (b"0123456789abcde\n", None),
+        ] {
+            fs::write(&path, written).expect("a temporary file");
+            let secret = config()
+                .filled_from(|name| {
+                    (name == SECRET_FILE).then(|| path.to_string_lossy().into_owned())
+                })
+                .map(|c| c.secret.map(|s| s.len()));
+            assert_eq!(secret.ok().flatten(), read);
+        }
+        fs::remove_file(&path).expect("cleaned up");
+    }
+}
