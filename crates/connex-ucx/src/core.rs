@@ -327,14 +327,15 @@ pub(crate) unsafe extern "C" fn on_error(
     let (core, ep) = unsafe { ((*arg.cast::<EpCtx>()).core, (*arg.cast::<EpCtx>()).ep) };
     // SAFETY: see the module.
     let core = unsafe { &mut *core };
-    if let Some(slot) = core.ep(ep) {
-        if !slot.failed && !slot.closing {
-            slot.failed = true;
-            core.events.push_back(Event::Failed {
-                ep,
-                status: Status(status),
-            });
-        }
+    if let Some(slot) = core.ep(ep)
+        && !slot.failed
+        && !slot.closing
+    {
+        slot.failed = true;
+        core.events.push_back(Event::Failed {
+            ep,
+            status: Status(status),
+        });
     }
 }
 

@@ -88,33 +88,60 @@ fn disposition(signal: c_int) -> Option<libc::sigaction> {
     (rc == 0).then(|| unsafe { action.assume_init() })
 }
 
+/// Variables that are set for a while, where the user has not set them; taken away again on drop.
+///
+/// For settings that a version of UCX reads from the environment alone. One at a time in a process; what the module says
+/// of the environment and threads holds here too, so keep it short.
+#[derive(Debug)]
+pub struct ScopedEnv {
+    set: Vec<String>,
+    _lock: MutexGuard<'static, ()>,
+}
+
+impl ScopedEnv {
+    /// Sets each variable that is not set. Waits for an earlier one, and for a load of UCX, to end: one thread must not hold two.
+    pub fn set<'a>(variables: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
+        let lock = LOAD.lock();
+        let mut set = Vec::new();
+        for (name, value) in variables {
+            if std::env::var_os(name).is_none() {
+                // SAFETY: the module says what remains of the race, and why.
+                unsafe { std::env::set_var(name, value) };
+                set.push(name.to_owned());
+            }
+        }
+        Self { set, _lock: lock }
+    }
+}
+
+impl Drop for ScopedEnv {
+    fn drop(&mut self) {
+        for name in &self.set {
+            // SAFETY: as in `set`.
+            unsafe { std::env::remove_var(name) };
+        }
+    }
+}
+
 /// The process as it was before the load; put back on drop.
 pub(crate) struct LoadGuard {
-    set: Vec<&'static str>,
-    // Dropped after `set` was undone in `drop`, the lock last.
+    // Undone in this order, the lock inside the variables last.
     _signals: KeepSignals,
-    _lock: MutexGuard<'static, ()>,
+    _variables: ScopedEnv,
 }
 
 impl LoadGuard {
     /// For the load of the UCX whose libucs this is.
     pub(crate) fn new(libucs: &Path) -> Self {
-        let lock = LOAD.lock();
+        // Signals are looked at first: what the user set decides about them.
         let signals = KeepSignals::new();
-        let mut set = Vec::new();
-        for &(name, value) in VARIABLES {
-            if std::env::var_os(name).is_none()
-                && (name != GRACE || knows(libucs, b"BISTRO_GRACE_DURATION"))
-            {
-                // SAFETY: the module says what remains of the race, and why.
-                unsafe { std::env::set_var(name, value) };
-                set.push(name);
-            }
-        }
+        let wanted = VARIABLES
+            .iter()
+            .filter(|(name, _)| *name != GRACE || knows(libucs, b"BISTRO_GRACE_DURATION"))
+            .copied();
         Self {
-            set,
             _signals: signals,
-            _lock: lock,
+            _variables: ScopedEnv::set(wanted),
         }
     }
 }
@@ -122,13 +149,4 @@ impl LoadGuard {
 /// Whether the file holds these bytes; a setting that UCX knows is a string in it.
 fn knows(file: &Path, setting: &[u8]) -> bool {
     std::fs::read(file).is_ok_and(|bytes| bytes.windows(setting.len()).any(|w| w == setting))
-}
-
-impl Drop for LoadGuard {
-    fn drop(&mut self) {
-        for name in &self.set {
-            // SAFETY: as in `new`.
-            unsafe { std::env::remove_var(name) };
-        }
-    }
 }

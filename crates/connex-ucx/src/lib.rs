@@ -42,6 +42,7 @@ pub use endpoint::{CloseMode, Endpoint, EpId, Lane, Protocol};
 pub use error::{Error, LoadError, Result};
 pub use event::{Event, Landing, Receiver};
 pub use find::{Choice, set_wheel_dir};
+pub use guard::ScopedEnv;
 pub use library::{Library, MIN_VERSION, Version};
 pub use listener::{ConnRequest, Listener, ListenerId};
 pub use memory::{Memory, MemoryType};

@@ -106,14 +106,14 @@ impl Library {
         let places = Places::of_process();
         let asked = places.asked_for()?;
         if let Some(path) = already_loaded() {
-            if let Some((variable, wanted)) = asked {
-                if !same_file(&wanted, &path) {
-                    return Err(LoadError::Another {
-                        loaded: path,
-                        variable,
-                        wanted,
-                    });
-                }
+            if let Some((variable, wanted)) = asked
+                && !same_file(&wanted, &path)
+            {
+                return Err(LoadError::Another {
+                    loaded: path,
+                    variable,
+                    wanted,
+                });
             }
             // Everything it needs is there already.
             return Self::open(&path, Choice::AlreadyLoaded, &[]);

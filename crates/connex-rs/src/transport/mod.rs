@@ -26,6 +26,7 @@ use std::os::fd::RawFd;
 use crate::region::Lease;
 
 pub mod tcp;
+pub mod ucx;
 
 /// Names a connection within one engine. Never reused.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]

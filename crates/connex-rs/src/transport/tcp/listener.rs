@@ -19,7 +19,7 @@ const BACKLOG: i32 = 4096;
 ///
 /// # Errors
 /// A sentence that names the address and, for a busy port, its holder.
-pub(super) fn bind(addr: SocketAddr) -> Result<TcpListener, String> {
+pub(in crate::transport) fn bind(addr: SocketAddr) -> Result<TcpListener, String> {
     let until = Instant::now() + BIND_RETRY;
     loop {
         match try_bind(addr) {

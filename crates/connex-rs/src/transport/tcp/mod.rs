@@ -22,6 +22,7 @@ use crate::fork::Private;
 use super::{Caps, Class, Close, ConnId, ConnIds, Frame, Gone, Transport, Upcalls};
 
 pub use self::listener::BIND_RETRY;
+pub(in crate::transport) use self::listener::bind;
 
 /// The longest body of a frame. Chosen by measurement: below 128 KiB the cost per frame shows,
 /// above 512 KiB a piece leaves the cache between the socket and its place (`docs/results.md`).

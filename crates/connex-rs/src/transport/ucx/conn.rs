@@ -1,0 +1,180 @@
+//! One connection over UCX.
+
+use std::collections::{HashMap, VecDeque};
+
+use connex_ucx::{Endpoint, EpId, Lane};
+
+use crate::region::Lease;
+use crate::transport::{Caps, Class, Frame, Gone};
+
+/// Where a connection stands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum State {
+    /// Ours; the peer has not greeted yet.
+    Dialing,
+    /// Frames go both ways.
+    Open,
+    /// We said goodbye and wait for the farewell.
+    Leaving,
+    /// Closed by force; UCX still owes us the ends of operations.
+    Closing,
+}
+
+/// Memory that UCX may still read, and what it counts for.
+#[derive(Debug)]
+pub(super) struct Held {
+    /// Held for its drop.
+    pub(super) _lease: Option<Lease>,
+    pub(super) bulk: usize,
+}
+
+/// A connection and what it holds.
+#[derive(Debug)]
+pub(super) struct Conn {
+    /// Gone once a close was handed to UCX.
+    pub(super) endpoint: Option<Endpoint>,
+    pub(super) ep: EpId,
+    pub(super) state: State,
+    /// Why it will have been closed.
+    pub(super) why: Option<Gone>,
+    /// Frames that were sent before the peer greeted.
+    pub(super) waiting: VecDeque<Frame>,
+    /// Close in order as soon as it is open.
+    pub(super) flush_when_open: bool,
+    /// The peer said that it closes in order.
+    pub(super) goodbye: bool,
+    /// The peer broke the rules; it is about to be closed.
+    pub(super) broken: bool,
+    pub(super) caps: Caps,
+    held: HashMap<u64, Held>,
+    held_bulk: usize,
+    next_token: u64,
+}
+
+impl Conn {
+    pub(super) fn new(endpoint: Endpoint, state: State, caps: Caps) -> Self {
+        Self {
+            ep: endpoint.id(),
+            endpoint: Some(endpoint),
+            state,
+            why: None,
+            waiting: VecDeque::new(),
+            flush_when_open: false,
+            goodbye: false,
+            broken: false,
+            caps,
+            held: HashMap::new(),
+            held_bulk: 0,
+            next_token: 1,
+        }
+    }
+
+    pub(super) fn token(&mut self) -> u64 {
+        self.next_token += 1;
+        self.next_token
+    }
+
+    /// Remembers what an operation under way uses.
+    pub(super) fn hold(&mut self, token: u64, lease: Option<Lease>, class: Class, bytes: usize) {
+        let bulk = if class == Class::Bulk { bytes } else { 0 };
+        self.held_bulk += bulk;
+        self.held.insert(
+            token,
+            Held {
+                _lease: lease,
+                bulk,
+            },
+        );
+    }
+
+    /// An operation has ended.
+    pub(super) fn release(&mut self, token: u64) {
+        if let Some(held) = self.held.remove(&token) {
+            self.held_bulk -= held.bulk;
+        }
+    }
+
+    /// Bytes of bulk that have not gone.
+    pub(super) fn bulk(&self) -> usize {
+        self.held_bulk
+            + self
+                .waiting
+                .iter()
+                .filter(|f| f.class == Class::Bulk)
+                .map(|f| f.body.len())
+                .sum::<usize>()
+    }
+
+    /// Frames that have not gone.
+    pub(super) fn frames(&self) -> usize {
+        self.held.len() + self.waiting.len()
+    }
+}
+
+/// What carries a connection, for people, and the longest piece that stays one fragment on it.
+pub(super) fn caps_of(lanes: &[Lane], pieces: Pieces) -> Caps {
+    let has = |names: &[&str]| lanes.iter().find(|l| names.contains(&l.transport.as_str()));
+    if let Some(lane) = has(&["posix", "sysv"]) {
+        return Caps {
+            piece: pieces.shared_memory,
+            path: format!("ucx:{}", lane.transport),
+        };
+    }
+    let (mut piece, mut path) = (pieces.tcp, "ucx".to_owned());
+    for lane in lanes {
+        if lane.transport != "tcp" {
+            piece = pieces.other;
+        }
+        if path == "ucx" || lane.transport != "tcp" {
+            path = format!("ucx:{}/{}", lane.transport, lane.device);
+        }
+    }
+    if lanes.is_empty() {
+        piece = pieces.unknown;
+    }
+    Caps { piece, path }
+}
+
+/// The longest body of a frame, by what carries it: each must stay one eager fragment, for a larger message is put
+/// together in memory of the sender's choosing, and slower.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Pieces {
+    pub(super) tcp: usize,
+    pub(super) shared_memory: usize,
+    pub(super) other: usize,
+    /// Where UCX cannot tell what carries it (before 1.14).
+    pub(super) unknown: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_follow_the_lanes() {
+        let pieces = Pieces {
+            tcp: 240_000,
+            shared_memory: 16_000,
+            other: 8_000,
+            unknown: 8_000,
+        };
+        let lane = |t: &str, d: &str| Lane {
+            transport: t.into(),
+            device: d.into(),
+        };
+        let caps = |lanes: &[Lane]| {
+            let caps = caps_of(lanes, pieces);
+            (caps.piece, caps.path)
+        };
+        assert_eq!(caps(&[lane("tcp", "lo")]), (240_000, "ucx:tcp/lo".into()));
+        assert_eq!(
+            caps(&[lane("tcp", "lo"), lane("posix", "memory")]),
+            (16_000, "ucx:posix".into())
+        );
+        assert_eq!(
+            caps(&[lane("rc_mlx5", "mlx5_0:1"), lane("tcp", "eth0")]),
+            (8_000, "ucx:rc_mlx5/mlx5_0:1".into())
+        );
+        assert_eq!(caps(&[]), (8_000, "ucx".into()));
+    }
+}

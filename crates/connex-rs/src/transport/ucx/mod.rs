@@ -1,0 +1,696 @@
+//! The transport over UCX: RDMA, TCP and shared memory.
+//!
+//! Every frame is one active message, always eager, and its body is cut by the engine so that it stays one fragment
+//! ([`Caps::piece`]). Frames of one connection keep their order; both classes are treated alike.
+//!
+//! Besides frames travel: the greeting of the accepting side (UCX tells the dialling side nothing when a connection
+//! stands), the goodbye of a side that closes in order (UCX reports an orderly close and a death alike), and the other side's
+//! farewell. The side that closes waits for the farewell: a flush of UCX over shared memory ends before the peer has read,
+//! and what the peer has not read when the connection goes is lost.
+
+mod conn;
+mod facts;
+pub mod settings;
+
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::RawFd;
+
+use connex_ucx::{
+    CloseMode, Config, Context, EpId, Event, Features, Library, Listener, Posted, Protocol,
+    Receiver, ScopedEnv, Status, Worker,
+};
+
+use self::conn::{Conn, Pieces, State, caps_of};
+use self::settings::{Facts, Plan};
+use super::{
+    Body, Caps, Class, Close, ConnId, ConnIds, Frame, Gone, Place, Received, Transport, Upcalls,
+};
+use crate::region::Lease;
+
+/// The longest body of a frame over TCP, if segments are 256 KB: exactly 256 KB would become two fragments.
+pub const TCP_PIECE: usize = 240 << 10;
+/// The same in shared memory, with the segments that [`settings`] asks for.
+pub const SHM_PIECE: usize = 16 << 10;
+/// The same over RDMA, whose fragments are 8 KB: large transfers go one-sided there.
+pub const RDMA_PIECE: usize = 8000;
+/// What a fragment holds besides the body, generously.
+const HEADS: usize = 256;
+
+/// Bulk that a connection may hold unsent before the engine waits with the next piece, in pieces.
+const BULK_PIECES: usize = 4;
+/// Small frames of data that a connection may hold before the engine waits with the next one.
+const URGENT_HELD: usize = 1024;
+/// Frames that a connection may hold at all: a peer that asks on and on without reading loses it.
+const FRAME_LIMIT: usize = 64 << 10;
+
+/// Kinds of active messages.
+mod kind {
+    /// A frame: its head is the header, its body the data.
+    pub(super) const FRAME: u16 = 11;
+    /// The accepting side's first message.
+    pub(super) const GREETING: u16 = 12;
+    /// Nothing follows; the sender closes in order.
+    pub(super) const GOODBYE: u16 = 13;
+    /// The goodbye has come, and so has everything before it.
+    pub(super) const FAREWELL: u16 = 14;
+}
+
+/// Operations whose end is not waited for.
+const NO_TOKEN: u64 = 0;
+
+/// What a UCX transport is started with.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where to listen.
+    pub listen: SocketAddr,
+    /// The address that peers are told: its interface is the one that settings and checks are about.
+    pub advertise: IpAddr,
+    /// The interface that carries it.
+    pub interface: Option<String>,
+}
+
+/// The UCX transport of one engine.
+pub struct Ucx {
+    // The worker goes first: when its drop returns, UCX touches no memory that the connections hold.
+    worker: Worker,
+    listener: Option<Listener>,
+    local: SocketAddr,
+    fd: RawFd,
+    ids: ConnIds,
+    table: Table,
+    plan: Plan,
+    pieces: Pieces,
+    /// The version's word for a reset connection is a time-out (before 1.16).
+    timeout_is_reset: bool,
+    accept_backoffs: u64,
+    /// Closed connections that are to be reported.
+    gone: Vec<(ConnId, Gone)>,
+}
+
+/// The connections, apart from the worker: message handlers use them while it runs.
+#[derive(Default)]
+struct Table {
+    conns: HashMap<ConnId, Conn>,
+    by_ep: HashMap<EpId, ConnId>,
+    /// Connections that were greeted during this round.
+    opened: Vec<ConnId>,
+    /// Connections whose peer broke the rules during this round.
+    refused: Vec<(ConnId, String)>,
+    /// Connections whose peer said goodbye during this round.
+    goodbyes: Vec<ConnId>,
+    /// Connections whose goodbye was answered during this round.
+    farewells: Vec<ConnId>,
+}
+
+impl Table {
+    /// The peer broke the rules: nothing else of it is looked at.
+    fn refuse(&mut self, id: ConnId, detail: String) {
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.broken = true;
+            self.refused.push((id, detail));
+        }
+    }
+}
+
+impl Ucx {
+    /// Loads UCX if that was not done, and listens.
+    ///
+    /// # Errors
+    /// A sentence with the reason and the way out: no UCX, an address that `UCX_NET_DEVICES` excludes, a port that is in
+    /// use.
+    pub fn listen(options: &Options, ids: ConnIds) -> Result<Self, String> {
+        let library = Library::load().map_err(|e| e.to_string())?;
+        let facts = Facts::gather(
+            library.version(),
+            options.advertise,
+            options.interface.clone(),
+        );
+        let plan = settings::plan(&facts)?;
+        // What this version's configuration does not take goes through the environment, for as long as UCX reads it.
+        let by_env: Vec<_> = plan.settings.iter().filter(|s| s.key.is_none()).collect();
+        let _environment = (!by_env.is_empty()).then(|| {
+            ScopedEnv::set(
+                by_env
+                    .iter()
+                    .map(|s| (s.variable.as_str(), s.value.as_str())),
+            )
+        });
+        let mut config = Config::read(library).map_err(|e| e.to_string())?;
+        for setting in &plan.settings {
+            if let Some(key) = &setting.key {
+                config.set(key, &setting.value).map_err(|e| e.to_string())?;
+            }
+        }
+        for warning in &plan.warnings {
+            tracing::warn!(target: "connex_rs::transport", "{warning}");
+        }
+        // Messages only: a context for one-sided access offers peers more than the requested way needs.
+        let context = Context::new(&config, Features { rma: false }).map_err(|e| e.to_string())?;
+        let mut worker = Worker::new(&context).map_err(|e| e.to_string())?;
+        for kind in [kind::FRAME, kind::GREETING, kind::GOODBYE, kind::FAREWELL] {
+            worker.accept_messages(kind).map_err(|e| e.to_string())?;
+        }
+        let fd = worker.event_fd().map_err(|e| e.to_string())?;
+        let listener = bind(&mut worker, options.listen)?;
+        Ok(Self {
+            local: listener.addr(),
+            listener: Some(listener),
+            worker,
+            fd,
+            ids,
+            table: Table::default(),
+            pieces: pieces(&facts),
+            timeout_is_reset: library.version().minor < 16,
+            plan,
+            accept_backoffs: 0,
+            gone: Vec::new(),
+        })
+    }
+
+    /// The settings that were made, with their reasons.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    fn insert(&mut self, id: ConnId, conn: Conn) {
+        self.table.by_ep.insert(conn.ep, id);
+        self.table.conns.insert(id, conn);
+    }
+
+    /// Hands a frame to UCX.
+    fn post(&mut self, id: ConnId, frame: Frame) {
+        let Some(conn) = self.table.conns.get_mut(&id) else {
+            return;
+        };
+        let token = conn.token();
+        let Some(endpoint) = &conn.endpoint else {
+            return;
+        };
+        let Frame { head, body, class } = frame;
+        let bytes = body.len();
+        let (posted, lease): (_, Option<Lease>) = match body {
+            Body::Empty => (
+                endpoint.send(
+                    &mut self.worker,
+                    kind::FRAME,
+                    head.as_slice(),
+                    Vec::new(),
+                    Protocol::Eager,
+                    token,
+                ),
+                None,
+            ),
+            Body::Bytes(data) => (
+                endpoint.send(
+                    &mut self.worker,
+                    kind::FRAME,
+                    head.as_slice(),
+                    data,
+                    Protocol::Eager,
+                    token,
+                ),
+                None,
+            ),
+            Body::Memory(source) => {
+                // SAFETY: the lease keeps the memory; it is held until the operation has ended, or the endpoint is
+                // closed, or the worker is gone, which is what `send_from` asks for.
+                let posted = unsafe {
+                    endpoint.send_from(
+                        &mut self.worker,
+                        kind::FRAME,
+                        head.as_slice(),
+                        source.ptr,
+                        source.len,
+                        Protocol::Eager,
+                        token,
+                    )
+                };
+                (posted, Some(source.lease))
+            }
+        };
+        match posted {
+            Ok(Posted::Done) => {}
+            Ok(Posted::Pending) => conn.hold(token, lease, class, bytes),
+            Err(e) => {
+                let detail = e.to_string();
+                self.abort(id, Gone::Reset { detail });
+            }
+        }
+    }
+
+    /// Sends a message of our own, without data.
+    fn post_note(&mut self, id: ConnId, kind: u16) {
+        let Some(endpoint) = self.table.conns.get(&id).and_then(|c| c.endpoint.as_ref()) else {
+            return;
+        };
+        if let Err(e) = endpoint.send(
+            &mut self.worker,
+            kind,
+            &[],
+            Vec::new(),
+            Protocol::Eager,
+            NO_TOKEN,
+        ) {
+            let detail = e.to_string();
+            self.abort(id, Gone::Reset { detail });
+        }
+    }
+
+    /// Closes by force; `why` is reported when UCX is done with it.
+    fn abort(&mut self, id: ConnId, why: Gone) {
+        let Some(conn) = self.table.conns.get_mut(&id) else {
+            return;
+        };
+        if conn.state == State::Closing {
+            return;
+        }
+        conn.state = State::Closing;
+        conn.why = Some(why);
+        conn.waiting.clear();
+        if let Some(endpoint) = conn.endpoint.take() {
+            // Cannot fail: the endpoint is this worker's.
+            let _ = endpoint.close(&mut self.worker, CloseMode::Force);
+        }
+    }
+
+    /// Starts an orderly close of an open connection.
+    fn leave(&mut self, id: ConnId) {
+        if let Some(conn) = self.table.conns.get_mut(&id) {
+            conn.state = State::Leaving;
+            self.post_note(id, kind::GOODBYE);
+        }
+    }
+
+    /// Forgets a connection; its end is reported by `progress`.
+    fn finish(&mut self, id: ConnId, why: Gone) {
+        if let Some(conn) = self.table.conns.remove(&id) {
+            self.table.by_ep.remove(&conn.ep);
+            self.gone.push((id, why));
+        }
+    }
+
+    fn on_event(&mut self, event: Event, up: &mut dyn Upcalls) {
+        match event {
+            Event::ConnRequest(request) => self.accept(request, up),
+            Event::Completed { ep, token, result } => {
+                let Some(&id) = self.table.by_ep.get(&ep) else {
+                    return;
+                };
+                let Some(conn) = self.table.conns.get_mut(&id) else {
+                    return;
+                };
+                conn.release(token);
+                // A frame that was lost while the connection stands would leave its request waiting for ever.
+                if let Err(status) = result {
+                    let why = self.why(id, status);
+                    self.abort(id, why);
+                }
+            }
+            Event::Failed { ep, status } => {
+                let Some(&id) = self.table.by_ep.get(&ep) else {
+                    return;
+                };
+                let why = self.why(id, status);
+                self.abort(id, why);
+            }
+            Event::Panicked { ep, message } => {
+                let Some(&id) = self.table.by_ep.get(&ep) else {
+                    return;
+                };
+                tracing::error!(target: "connex_rs::transport", %message, "a message handler panicked");
+                self.abort(
+                    id,
+                    Gone::Protocol {
+                        detail: format!("handling a message failed: {message}"),
+                    },
+                );
+            }
+            Event::Closed { ep, .. } => {
+                // A connection that drained and was then aborted has been reported already.
+                let Some(&id) = self.table.by_ep.get(&ep) else {
+                    return;
+                };
+                let why = self
+                    .table
+                    .conns
+                    .get_mut(&id)
+                    .and_then(|c| c.why.take())
+                    .unwrap_or(Gone::Local);
+                self.finish(id, why);
+            }
+        }
+    }
+
+    fn accept(&mut self, request: connex_ucx::ConnRequest, up: &mut dyn Upcalls) {
+        if self.listener.is_none() {
+            // Dropped, it is rejected.
+            return;
+        }
+        let from = request.from();
+        match request.accept(&mut self.worker) {
+            Ok(endpoint) => {
+                let id = self.ids.next();
+                self.insert(id, Conn::new(endpoint, State::Open, self.unknown_caps()));
+                self.learn_caps(id);
+                self.post_note(id, kind::GREETING);
+                up.accepted(
+                    id,
+                    from.unwrap_or(SocketAddr::from(([0, 0, 0, 0], 0))),
+                    None,
+                );
+            }
+            Err(e) => {
+                // The client sees a reset and tries again; nothing of the request is left here to spin on.
+                self.accept_backoffs += 1;
+                tracing::warn!(target: "connex_rs::transport", %e, "a connection could not be accepted");
+            }
+        }
+    }
+
+    fn unknown_caps(&self) -> Caps {
+        Caps {
+            piece: self.pieces.unknown,
+            path: "ucx".to_owned(),
+        }
+    }
+
+    /// Finds out what carries the connection; from now on its piece does not change.
+    fn learn_caps(&mut self, id: ConnId) {
+        let Some(conn) = self.table.conns.get_mut(&id) else {
+            return;
+        };
+        let lanes = conn
+            .endpoint
+            .as_ref()
+            .and_then(|e| e.lanes(&mut self.worker).ok())
+            .unwrap_or_default();
+        conn.caps = caps_of(&lanes, self.pieces);
+    }
+
+    /// Connections that were greeted: what waited goes out.
+    fn open(&mut self) {
+        for id in std::mem::take(&mut self.table.opened) {
+            self.learn_caps(id);
+            let Some(conn) = self.table.conns.get_mut(&id) else {
+                continue;
+            };
+            let (waiting, flush) = (std::mem::take(&mut conn.waiting), conn.flush_when_open);
+            for frame in waiting {
+                self.post(id, frame);
+            }
+            if flush {
+                self.leave(id);
+            }
+        }
+    }
+
+    /// What a failure of UCX means for a connection.
+    fn why(&self, id: ConnId, status: Status) -> Gone {
+        let detail = status.to_string();
+        let timeout = status.is_timeout() && !self.timeout_is_reset;
+        match self.table.conns.get(&id).map(|c| (c.state, c.goodbye)) {
+            // Both sides left at the same moment: the farewell was lost in the other's close.
+            Some((State::Leaving, true)) => Gone::Local,
+            Some((_, true)) => Gone::EndOfStream,
+            _ if timeout => Gone::TimedOut { detail },
+            Some((State::Dialing, _)) => Gone::Unreachable { detail },
+            _ => Gone::Reset { detail },
+        }
+    }
+}
+
+/// Gets the messages of one `progress`.
+struct Inbox<'a> {
+    table: &'a mut Table,
+    up: &'a mut dyn Upcalls,
+}
+
+impl Receiver for Inbox<'_> {
+    fn message(&mut self, ep: EpId, id: u16, header: &[u8], data: &[u8]) {
+        let Some(&conn_id) = self.table.by_ep.get(&ep) else {
+            return;
+        };
+        let Some(conn) = self.table.conns.get_mut(&conn_id) else {
+            return;
+        };
+        if conn.state == State::Closing || conn.broken {
+            return;
+        }
+        let result = match id {
+            kind::FRAME if conn.state == State::Dialing => {
+                Err("a frame came before the greeting".to_owned())
+            }
+            kind::FRAME if conn.goodbye => Err("a frame came after the goodbye".to_owned()),
+            kind::FRAME => frame(conn_id, header, data, self.up),
+            kind::GREETING if conn.state == State::Dialing => {
+                conn.state = State::Open;
+                self.table.opened.push(conn_id);
+                self.up.connected(conn_id, None);
+                Ok(())
+            }
+            kind::GREETING => Err("a second greeting came".to_owned()),
+            kind::GOODBYE if conn.state != State::Dialing && !conn.goodbye => {
+                conn.goodbye = true;
+                self.table.goodbyes.push(conn_id);
+                Ok(())
+            }
+            kind::FAREWELL if conn.state == State::Leaving => {
+                self.table.farewells.push(conn_id);
+                Ok(())
+            }
+            _ => Err("a goodbye or a farewell came out of turn".to_owned()),
+        };
+        if let Err(detail) = result {
+            self.table.refuse(conn_id, detail);
+        }
+    }
+
+    fn rendezvous(
+        &mut self,
+        ep: EpId,
+        _: u16,
+        _: &[u8],
+        len: usize,
+    ) -> Option<connex_ucx::Landing> {
+        if let Some(&conn) = self.table.by_ep.get(&ep) {
+            let detail = format!("a rendezvous of {len} bytes was offered: frames are eager");
+            self.table.refuse(conn, detail);
+        }
+        None
+    }
+}
+
+/// Takes one frame to its place.
+fn frame(conn: ConnId, head: &[u8], body: &[u8], up: &mut dyn Upcalls) -> Result<(), String> {
+    up.heard(conn);
+    let received = match up
+        .frame(conn, head, body.len())
+        .map_err(|refuse| refuse.0)?
+    {
+        Place::Discard => Received::Discarded,
+        Place::Bytes => Received::Bytes(body.to_vec()),
+        Place::Memory(target) if target.len == body.len() => {
+            // The one copy of the requested way: out of UCX's receive buffer, which is in the cache, to where the bytes
+            // belong. Receiving in place would need a rendezvous, which is slower and cannot be cancelled.
+            // SAFETY: the lease in the target keeps its memory writable for `len` bytes; the body is UCX's own
+            // buffer, so the two do not overlap.
+            unsafe { std::ptr::copy_nonoverlapping(body.as_ptr(), target.ptr, body.len()) };
+            Received::Placed
+        }
+        Place::Memory(target) => {
+            return Err(format!(
+                "a body of {} bytes has a place of {}",
+                body.len(),
+                target.len
+            ));
+        }
+    };
+    up.body(conn, received).map_err(|refuse| refuse.0)
+}
+
+impl Transport for Ucx {
+    fn name(&self) -> &'static str {
+        "ucx"
+    }
+
+    fn local_addr(&self) -> SocketAddr {
+        self.local
+    }
+
+    fn dial(&mut self, to: SocketAddr) -> ConnId {
+        let id = self.ids.next();
+        match self.worker.connect(to, None) {
+            Ok(endpoint) => {
+                self.insert(id, Conn::new(endpoint, State::Dialing, self.unknown_caps()))
+            }
+            Err(e) => self.gone.push((
+                id,
+                Gone::Unreachable {
+                    detail: e.to_string(),
+                },
+            )),
+        }
+        id
+    }
+
+    fn send(&mut self, id: ConnId, frame: Frame) {
+        let Some(conn) = self.table.conns.get_mut(&id) else {
+            return;
+        };
+        if conn.frames() >= FRAME_LIMIT {
+            let detail = format!("{FRAME_LIMIT} frames wait for a peer that does not take them");
+            self.abort(id, Gone::Protocol { detail });
+            return;
+        }
+        match conn.state {
+            State::Open if conn.endpoint.is_some() && conn.waiting.is_empty() => {
+                self.post(id, frame)
+            }
+            State::Open | State::Dialing if !conn.flush_when_open => conn.waiting.push_back(frame),
+            _ => {}
+        }
+    }
+
+    fn room(&self, id: ConnId, class: Class) -> bool {
+        let Some(conn) = self.table.conns.get(&id) else {
+            return false;
+        };
+        match class {
+            Class::Bulk => conn.bulk() < BULK_PIECES * conn.caps.piece,
+            Class::Urgent => conn.frames() < URGENT_HELD,
+        }
+    }
+
+    fn close(&mut self, id: ConnId, how: Close) {
+        let Some(conn) = self.table.conns.get_mut(&id) else {
+            return;
+        };
+        match (how, conn.state) {
+            (Close::Flush, State::Dialing) => conn.flush_when_open = true,
+            (Close::Flush, State::Open) if conn.waiting.is_empty() => self.leave(id),
+            // Greeted in this round: `open` sends what waits, then closes.
+            (Close::Flush, State::Open) => conn.flush_when_open = true,
+            (Close::Flush, _) => {}
+            (Close::Abort, _) => self.abort(id, Gone::Local),
+        }
+    }
+
+    fn progress(&mut self, up: &mut dyn Upcalls) -> usize {
+        let mut done = self.worker.progress(&mut Inbox {
+            table: &mut self.table,
+            up,
+        });
+        self.open();
+        for (id, detail) in std::mem::take(&mut self.table.refused) {
+            self.abort(id, Gone::Protocol { detail });
+        }
+        for id in std::mem::take(&mut self.table.goodbyes) {
+            self.post_note(id, kind::FAREWELL);
+        }
+        for id in std::mem::take(&mut self.table.farewells) {
+            self.abort(id, Gone::Local);
+        }
+        while let Some(event) = self.worker.next_event() {
+            done += 1;
+            self.on_event(event, up);
+        }
+        for (id, why) in std::mem::take(&mut self.gone) {
+            done += 1;
+            up.closed(id, why);
+        }
+        done
+    }
+
+    fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    fn arm(&mut self) -> bool {
+        // A worker that cannot be armed must not be slept on.
+        self.gone.is_empty() && self.worker.arm().unwrap_or(false)
+    }
+
+    fn caps(&self, id: ConnId) -> Caps {
+        self.table
+            .conns
+            .get(&id)
+            .map_or_else(|| self.unknown_caps(), |conn| conn.caps.clone())
+    }
+
+    fn stop_listening(&mut self) {
+        self.listener = None;
+    }
+
+    fn accept_backoffs(&self) -> u64 {
+        self.accept_backoffs
+    }
+}
+
+/// Listens. Asked first with a socket of our own, which waits for a busy port, names who holds it, and spares UCX's
+/// log lines for each try.
+fn bind(worker: &mut Worker, addr: SocketAddr) -> Result<Listener, String> {
+    drop(super::tcp::bind(addr)?);
+    worker
+        .listen(addr)
+        .map_err(|e| format!("cannot listen on {addr}: {e}"))
+}
+
+/// The pieces that fit the fragments in use.
+fn pieces(facts: &Facts) -> Pieces {
+    let of = |name: &str, default: usize, piece: usize| match facts
+        .env
+        .get(name)
+        .map(|v| memory_units(v))
+    {
+        None => piece,
+        // The user's own segments, or UCX's default if we cannot read what they wrote.
+        Some(size) => size
+            .unwrap_or(default)
+            .saturating_sub(HEADS)
+            .clamp(1024, piece),
+    };
+    let tcp = of("UCX_TCP_TX_SEG_SIZE", 8 << 10, TCP_PIECE).min(of(
+        "UCX_TCP_RX_SEG_SIZE",
+        8 << 10,
+        TCP_PIECE,
+    ));
+    let shared_memory =
+        of("UCX_POSIX_SEG_SIZE", 8 << 10, SHM_PIECE).min(of("UCX_MM_SEG_SIZE", 8 << 10, SHM_PIECE));
+    // Without a list of lanes only what the settings allow is known.
+    let tcp_only = match facts.env.get("UCX_TLS") {
+        Some(tls) => tls == "tcp",
+        None => facts.rdma.is_empty(),
+    };
+    let unknown = if facts.version.minor < 14 && tcp_only {
+        tcp
+    } else {
+        RDMA_PIECE.min(tcp)
+    };
+    Pieces {
+        tcp,
+        shared_memory,
+        other: RDMA_PIECE,
+        unknown,
+    }
+}
+
+/// A size as UCX reads it: `256k`, `8KB`, `1m`, `16384`.
+fn memory_units(text: &str) -> Option<usize> {
+    let text = text.trim().to_ascii_lowercase();
+    let digits = text
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(text.len());
+    let number: usize = text[..digits].parse().ok()?;
+    let shift = match text[digits..].trim_end_matches('b') {
+        "" => 0,
+        "k" => 10,
+        "m" => 20,
+        "g" => 30,
+        _ => return None,
+    };
+    number.checked_mul(1 << shift)
+}
+
+#[cfg(test)]
+mod tests;

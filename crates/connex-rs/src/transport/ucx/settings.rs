@@ -1,0 +1,595 @@
+//! Which settings the engine makes for UCX, and why.
+//!
+//! [`plan`] is a pure function: from the version of UCX, what the host has, the `UCX_*` variables and the address
+//! to listen on it makes a list of settings, each with its reason. The transport applies them to a configuration of its own,
+//! `doctor` and `stats` show them. **An explicit variable always wins**: what is set is not set again.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use connex_ucx::Version;
+
+/// An RDMA device, as sysfs shows it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RdmaDevice {
+    /// Device and port as UCX writes them: `mlx5_0:1`.
+    pub name: String,
+    /// The network interfaces that belong to it.
+    pub interfaces: Vec<String>,
+}
+
+/// What the rules look at.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// Of the UCX that was loaded.
+    pub version: Version,
+    /// The process's variables that begin with `UCX_`.
+    pub env: BTreeMap<String, String>,
+    /// The address that peers are told: its interface is the one that matters.
+    pub addr: IpAddr,
+    /// The interface that carries `addr`; `None` if none does.
+    pub interface: Option<String>,
+    /// The host's usable RDMA ports.
+    pub rdma: Vec<RdmaDevice>,
+    /// A CUDA driver is there, so GPU memory may come.
+    pub cuda: bool,
+}
+
+/// One setting that the engine makes.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Setting {
+    /// The variable by which people know it, for example `UCX_TCP_TX_SEG_SIZE`.
+    pub variable: String,
+    /// The name by which this version's configuration takes it; `None`: only through the environment, which is set for
+    /// the moment in which UCX reads it.
+    pub key: Option<String>,
+    /// The value.
+    pub value: String,
+    /// Why, in one sentence.
+    pub reason: &'static str,
+}
+
+/// What the rules give.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Plan {
+    /// In the order in which they are made.
+    pub settings: Vec<Setting>,
+    /// What somebody should know.
+    pub warnings: Vec<String>,
+    /// One-sided transfers by hardware are possible: the context asks for them.
+    pub one_sided: bool,
+    /// Peers on the same host are reached through shared memory.
+    pub shared_memory: bool,
+}
+
+/// The first version whose configuration takes a transport's setting by its full name.
+const FULL_NAMES: u32 = 17;
+/// The first version on which shared memory can be used with peer error handling: in 1.13 messages of more than 100
+/// bytes fail ("Invalid am_short_iov length").
+const SHARED_MEMORY: u32 = 16;
+/// The size of a fragment in shared memory. A piece of [`SHM_PIECE`](super::SHM_PIECE) with its heads fits one; from 60k on
+/// it is slow or corrupts data.
+const SHM_SEGMENT: &str = "17408";
+
+/// Decides the settings.
+///
+/// # Errors
+/// A variable that excludes the interface of the address: the text names the interface and the way out.
+pub fn plan(facts: &Facts) -> Result<Plan, String> {
+    check_devices(facts)?;
+    let mut plan = Plan::default();
+    let tls = Allowed::of(facts.env.get("UCX_TLS").map(String::as_str));
+    plan.one_sided = !facts.rdma.is_empty() && tls.rdma() && devices_allow_rdma(facts);
+    let old = facts.version.minor < SHARED_MEMORY;
+    // 1.20.0 and 1.20.1 find no route over `lo` unless lanes are pinned, and pinned lanes switch shared memory off.
+    let pinned = facts.version.minor == 20
+        && facts.version.release < 2
+        && facts.interface.as_deref() == Some("lo");
+    plan.shared_memory = !plan.one_sided && !old && !pinned && tls.posix_only();
+
+    let mut add = Adder {
+        facts,
+        plan: &mut plan,
+    };
+    if add.plan.one_sided {
+        with_rdma(&mut add);
+    } else {
+        without_rdma(&mut add, &tls, pinned);
+    }
+    if tls.names("tcp") {
+        for name in ["TX_SEG_SIZE", "RX_SEG_SIZE"] {
+            add.transport(
+                "TCP_",
+                name,
+                "256k",
+                "8 KB segments, the default, move large data at a third of the speed",
+            );
+        }
+    }
+    add.manager(
+        "TCP_CM_REUSEADDR",
+        "y",
+        "a restarted process can listen on its port again at once",
+    );
+    pin_devices(&mut add);
+    if !facts.rdma.is_empty() && !plan.one_sided {
+        plan.warnings.push(format!(
+            "RDMA devices ({}) are there, but UCX_TLS or UCX_NET_DEVICES rules them out",
+            facts
+                .rdma
+                .iter()
+                .map(|d| d.name.as_str())
+                .collect::<Vec<_>>()
+                .join(", ")
+        ));
+    }
+    Ok(plan)
+}
+
+fn with_rdma(add: &mut Adder<'_>) {
+    add.plain(
+        "IB_ALLOC",
+        "mmap,heap",
+        "transparent huge pages in the buffer pools stall a connect for up to 1.7 s",
+    );
+    if (16..19).contains(&add.facts.version.minor) {
+        // Until 1.19 v2 falls back to software for one-sided transfers with error handling; v1's work there.
+        add.plain(
+            "PROTO_ENABLE",
+            "n",
+            "before 1.19 protocol v2 emulates one-sided transfers in software",
+        );
+    }
+}
+
+fn without_rdma(add: &mut Adder<'_>, tls: &Allowed, pinned: bool) {
+    let shared_memory = add.plan.shared_memory;
+    let cuda = add.facts.cuda && tls.names("cuda_copy");
+    if tls.is_default() {
+        let value = match (shared_memory, cuda) {
+            (true, true) => "tcp,posix,cuda",
+            (true, false) => "tcp,posix",
+            (false, true) => "tcp,cuda",
+            (false, false) => "tcp",
+        };
+        add.plain(
+            "TLS",
+            value,
+            "no RDMA here; and never sysv, by which a stranger's process can crash this one",
+        );
+    }
+    if shared_memory {
+        add.plain(
+            "MM_ERROR_HANDLING",
+            "y",
+            "otherwise error handling switches shared memory off",
+        );
+        add.transport(
+            "POSIX_",
+            "SEG_SIZE",
+            SHM_SEGMENT,
+            "one piece fits one fragment",
+        );
+    } else if !cuda && add.facts.version.minor >= 16 {
+        // With shared memory v1 fails (messages of more than 100 bytes), with GPU memory it touches the device's pointers.
+        add.plain(
+            "PROTO_ENABLE",
+            "n",
+            "messages over TCP alone: protocol v1 connects in a fifth of the time",
+        );
+    }
+    if (!shared_memory && !add.facts.cuda) || pinned {
+        add.plain(
+            "CM_USE_ALL_DEVICES",
+            "n",
+            "only the device of the connection is used, which connects faster",
+        );
+    }
+}
+
+fn pin_devices(add: &mut Adder<'_>) {
+    let Some(interface) = add.facts.interface.clone() else {
+        return;
+    };
+    if add.set("NET_DEVICES") {
+        return;
+    }
+    let mut devices = Vec::new();
+    if add.plan.one_sided {
+        let own = |d: &&RdmaDevice| d.interfaces.contains(&interface);
+        let mine: Vec<_> = add
+            .facts
+            .rdma
+            .iter()
+            .filter(own)
+            .map(|d| d.name.clone())
+            .collect();
+        // An address that belongs to none of them must not pin RDMA away.
+        devices = if mine.is_empty() {
+            add.facts.rdma.iter().map(|d| d.name.clone()).collect()
+        } else {
+            mine
+        };
+    }
+    devices.push(interface);
+    let value = devices.join(",");
+    add.plain(
+        "NET_DEVICES",
+        &value,
+        "no other interface is tried or listened on",
+    );
+}
+
+/// Refuses an address whose interface the user's list leaves out.
+fn check_devices(facts: &Facts) -> Result<(), String> {
+    let (Some(list), Some(interface)) = (facts.env.get("UCX_NET_DEVICES"), &facts.interface) else {
+        return Ok(());
+    };
+    let devices = Devices::parse(list);
+    if devices.allows(interface) {
+        return Ok(());
+    }
+    // The interface of a listed RDMA device needs no entry of its own: the device carries the connection.
+    let by_device = facts
+        .rdma
+        .iter()
+        .any(|d| devices.allows(&d.name) && d.interfaces.contains(interface));
+    if by_device {
+        return Ok(());
+    }
+    Err(format!(
+        "UCX_NET_DEVICES={list} leaves out {interface}, the interface that carries {}: add {interface} to the list, unset it, or \
+         listen on an address of a listed device",
+        facts.addr
+    ))
+}
+
+fn devices_allow_rdma(facts: &Facts) -> bool {
+    match facts.env.get("UCX_NET_DEVICES") {
+        Some(list) => {
+            let devices = Devices::parse(list);
+            facts.rdma.iter().any(|d| devices.allows(&d.name))
+        }
+        None => true,
+    }
+}
+
+/// A list of devices as UCX reads it.
+struct Devices<'a> {
+    negated: bool,
+    names: Vec<&'a str>,
+}
+
+impl<'a> Devices<'a> {
+    fn parse(list: &'a str) -> Self {
+        let (negated, list) = match list.strip_prefix('^') {
+            Some(rest) => (true, rest),
+            None => (false, list),
+        };
+        Self {
+            negated,
+            names: list
+                .split(',')
+                .map(str::trim)
+                .filter(|n| !n.is_empty())
+                .collect(),
+        }
+    }
+
+    fn allows(&self, device: &str) -> bool {
+        let matches = |name: &&str| match name.strip_suffix('*') {
+            Some(prefix) => device.starts_with(prefix),
+            // A device without a port means its first.
+            None => *name == "all" || *name == device || device.strip_suffix(":1") == Some(name),
+        };
+        self.names.iter().any(matches) != self.negated
+    }
+}
+
+/// What `UCX_TLS` allows.
+enum Allowed {
+    Default,
+    Only(Vec<String>),
+    Without(Vec<String>),
+}
+
+impl Allowed {
+    fn of(value: Option<&str>) -> Self {
+        let list = |text: &str| {
+            text.split(',')
+                .map(|t| t.trim().to_owned())
+                .filter(|t| !t.is_empty())
+                .collect()
+        };
+        match value {
+            None => Allowed::Default,
+            Some(text) if text.trim() == "all" => Allowed::Without(Vec::new()),
+            Some(text) => match text.strip_prefix('^') {
+                Some(rest) => Allowed::Without(list(rest)),
+                None => Allowed::Only(list(text)),
+            },
+        }
+    }
+
+    fn is_default(&self) -> bool {
+        matches!(self, Allowed::Default)
+    }
+
+    /// Whether this transport may be used, by its own name or that of a group.
+    fn names(&self, transport: &str) -> bool {
+        let groups: &[&str] = match transport {
+            "posix" | "sysv" => &["sm", "shm", "mm"],
+            "cuda_copy" => &["cuda", "gpu"],
+            _ => &[],
+        };
+        let named = |list: &[String]| {
+            list.iter().any(|t| {
+                let t = t.as_str();
+                t == "all" || t == transport || groups.contains(&t)
+            })
+        };
+        match self {
+            Allowed::Default => true,
+            Allowed::Only(list) => named(list),
+            Allowed::Without(list) => !named(list),
+        }
+    }
+
+    fn rdma(&self) -> bool {
+        const RDMA: [&str; 16] = [
+            "ib", "rc", "rc_x", "rc_v", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ud",
+            "ud_x", "ud_v", "ud_verbs", "ud_mlx5", "srd", "gga",
+        ];
+        match self {
+            Allowed::Default => true,
+            Allowed::Only(list) => list
+                .iter()
+                .any(|t| t == "all" || RDMA.contains(&t.as_str())),
+            Allowed::Without(list) => !list.iter().any(|t| t == "ib" || t == "rc"),
+        }
+    }
+
+    /// Whether shared memory may be used, in its safe form only.
+    fn posix_only(&self) -> bool {
+        self.is_default() || (self.names("posix") && !self.names("sysv"))
+    }
+}
+
+struct Adder<'a> {
+    facts: &'a Facts,
+    plan: &'a mut Plan,
+}
+
+impl Adder<'_> {
+    fn set(&self, name: &str) -> bool {
+        self.facts.env.contains_key(&format!("UCX_{name}"))
+    }
+
+    /// A setting that goes by one name in every version.
+    fn plain(&mut self, name: &str, value: &str, reason: &'static str) {
+        self.push(name, Some(name.to_owned()), value, reason);
+    }
+
+    /// A setting of a transport: before 1.17 the configuration takes it without the transport's name.
+    fn transport(&mut self, prefix: &str, name: &str, value: &str, reason: &'static str) {
+        let full = format!("{prefix}{name}");
+        let key = if self.full_names() {
+            full.clone()
+        } else {
+            name.to_owned()
+        };
+        self.push(&full, Some(key), value, reason);
+    }
+
+    /// A setting of a connection manager: before 1.17 the configuration does not take it at all.
+    fn manager(&mut self, name: &str, value: &str, reason: &'static str) {
+        self.push(
+            name,
+            self.full_names().then(|| name.to_owned()),
+            value,
+            reason,
+        );
+    }
+
+    fn full_names(&self) -> bool {
+        self.facts.version.minor >= FULL_NAMES
+    }
+
+    fn push(&mut self, name: &str, key: Option<String>, value: &str, reason: &'static str) {
+        if !self.set(name) {
+            self.plan.settings.push(Setting {
+                variable: format!("UCX_{name}"),
+                key,
+                value: value.to_owned(),
+                reason,
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(minor: u32) -> Facts {
+        Facts {
+            version: Version {
+                major: 1,
+                minor,
+                release: 0,
+            },
+            env: BTreeMap::new(),
+            addr: "127.0.0.1".parse().expect("an address"),
+            interface: Some("lo".into()),
+            rdma: Vec::new(),
+            cuda: false,
+        }
+    }
+
+    fn hca() -> RdmaDevice {
+        RdmaDevice {
+            name: "mlx5_0:1".into(),
+            interfaces: vec!["ib0".into()],
+        }
+    }
+
+    fn with(mut facts: Facts, vars: &[(&str, &str)]) -> Facts {
+        facts
+            .env
+            .extend(vars.iter().map(|(n, v)| ((*n).to_owned(), (*v).to_owned())));
+        facts
+    }
+
+    fn value(plan: &Plan, variable: &str) -> Option<String> {
+        plan.settings
+            .iter()
+            .find(|s| s.variable == variable)
+            .map(|s| s.value.clone())
+    }
+
+    #[test]
+    fn one_host_without_rdma_uses_posix_where_it_is_safe() {
+        let plan = plan(&facts(22)).expect("a plan");
+        assert!(plan.shared_memory && !plan.one_sided);
+        assert_eq!(value(&plan, "UCX_TLS").as_deref(), Some("tcp,posix"));
+        assert_eq!(value(&plan, "UCX_MM_ERROR_HANDLING").as_deref(), Some("y"));
+        assert_eq!(value(&plan, "UCX_NET_DEVICES").as_deref(), Some("lo"));
+        assert_eq!(value(&plan, "UCX_TCP_TX_SEG_SIZE").as_deref(), Some("256k"));
+        assert_eq!(value(&plan, "UCX_TCP_CM_REUSEADDR").as_deref(), Some("y"));
+        // Both would switch shared memory off or break it.
+        assert_eq!(value(&plan, "UCX_CM_USE_ALL_DEVICES"), None);
+        assert_eq!(value(&plan, "UCX_PROTO_ENABLE"), None);
+    }
+
+    #[test]
+    fn old_and_odd_versions_use_tcp_alone() {
+        let old = plan(&facts(13)).expect("a plan");
+        assert!(!old.shared_memory);
+        assert_eq!(value(&old, "UCX_TLS").as_deref(), Some("tcp"));
+        assert_eq!(value(&old, "UCX_MM_ERROR_HANDLING"), None);
+        // 1.13 aborts with v2 and knows v1 only.
+        assert_eq!(value(&old, "UCX_PROTO_ENABLE"), None);
+        let odd = plan(&facts(20)).expect("a plan");
+        assert!(!odd.shared_memory);
+        assert_eq!(value(&odd, "UCX_CM_USE_ALL_DEVICES").as_deref(), Some("n"));
+        assert_eq!(value(&odd, "UCX_PROTO_ENABLE").as_deref(), Some("n"));
+    }
+
+    #[test]
+    fn keys_follow_the_version() {
+        let key = |minor, variable: &str| {
+            let plan = plan(&facts(minor)).expect("a plan");
+            let setting = plan.settings.into_iter().find(|s| s.variable == variable);
+            setting.expect("a setting").key
+        };
+        assert_eq!(
+            key(16, "UCX_TCP_TX_SEG_SIZE").as_deref(),
+            Some("TX_SEG_SIZE")
+        );
+        assert_eq!(
+            key(18, "UCX_TCP_TX_SEG_SIZE").as_deref(),
+            Some("TCP_TX_SEG_SIZE")
+        );
+        assert_eq!(key(16, "UCX_TCP_CM_REUSEADDR"), None);
+        assert_eq!(
+            key(18, "UCX_TCP_CM_REUSEADDR").as_deref(),
+            Some("TCP_CM_REUSEADDR")
+        );
+    }
+
+    #[test]
+    fn what_the_user_set_is_left_alone() {
+        let vars = [
+            ("UCX_TLS", "tcp"),
+            ("UCX_TCP_TX_SEG_SIZE", "64k"),
+            ("UCX_NET_DEVICES", "lo,eth0"),
+            ("UCX_TCP_CM_REUSEADDR", "n"),
+        ];
+        let plan = plan(&with(facts(22), &vars)).expect("a plan");
+        for (name, _) in vars {
+            assert_eq!(value(&plan, name), None, "{name}");
+        }
+        assert!(!plan.shared_memory);
+        assert_eq!(value(&plan, "UCX_TCP_RX_SEG_SIZE").as_deref(), Some("256k"));
+        assert_eq!(value(&plan, "UCX_PROTO_ENABLE").as_deref(), Some("n"));
+    }
+
+    #[test]
+    fn sysv_is_never_switched_on_with_error_handling() {
+        for tls in ["all", "sm,tcp", "shm,tcp", "tcp,sysv,posix", "^cuda"] {
+            let plan = plan(&with(facts(22), &[("UCX_TLS", tls)])).expect("a plan");
+            assert_eq!(value(&plan, "UCX_MM_ERROR_HANDLING"), None, "{tls}");
+        }
+        let plan = plan(&with(facts(22), &[("UCX_TLS", "posix,tcp")])).expect("a plan");
+        assert_eq!(value(&plan, "UCX_MM_ERROR_HANDLING").as_deref(), Some("y"));
+    }
+
+    #[test]
+    fn an_address_that_the_list_leaves_out_is_refused_by_name() {
+        let mut facts = with(facts(22), &[("UCX_NET_DEVICES", "mlx5_0:1,eth0")]);
+        let text = plan(&facts).expect_err("lo is not listed");
+        assert!(
+            text.contains("lo, the interface that carries 127.0.0.1"),
+            "{text}"
+        );
+        facts.interface = Some("ib0".into());
+        facts.addr = "10.1.1.1".parse().expect("an address");
+        assert!(
+            plan(&facts).is_err(),
+            "nothing says that ib0 is the device's"
+        );
+        facts.rdma = vec![hca()];
+        assert!(
+            plan(&facts).is_ok_and(|p| p.one_sided),
+            "ib0 is the device's own interface"
+        );
+        let negated = with(facts, &[("UCX_NET_DEVICES", "^ib0,docker0")]);
+        // The negated list does not leave out the device.
+        assert!(plan(&negated).is_ok());
+    }
+
+    #[test]
+    fn rdma_is_pinned_with_its_interface_and_never_away() {
+        let mut facts = facts(22);
+        facts.rdma = vec![
+            hca(),
+            RdmaDevice {
+                name: "mlx5_1:1".into(),
+                interfaces: vec!["ib1".into()],
+            },
+        ];
+        facts.interface = Some("ib1".into());
+        let own = plan(&facts).expect("a plan");
+        assert!(own.one_sided);
+        assert_eq!(
+            value(&own, "UCX_NET_DEVICES").as_deref(),
+            Some("mlx5_1:1,ib1")
+        );
+        assert_eq!(value(&own, "UCX_IB_ALLOC").as_deref(), Some("mmap,heap"));
+        assert_eq!(value(&own, "UCX_TLS"), None);
+        facts.interface = Some("eth0".into());
+        let other = plan(&facts).expect("a plan");
+        assert_eq!(
+            value(&other, "UCX_NET_DEVICES").as_deref(),
+            Some("mlx5_0:1,mlx5_1:1,eth0")
+        );
+        let without = plan(&with(facts, &[("UCX_TLS", "tcp")])).expect("a plan");
+        assert!(
+            !without.one_sided && without.warnings[0].contains("mlx5_0:1"),
+            "{without:?}"
+        );
+    }
+
+    #[test]
+    fn protocols_by_version_on_rdma() {
+        let proto = |minor| {
+            let mut facts = facts(minor);
+            facts.rdma = vec![hca()];
+            value(&plan(&facts).expect("a plan"), "UCX_PROTO_ENABLE")
+        };
+        assert_eq!(proto(16).as_deref(), Some("n"));
+        assert_eq!(proto(13), None);
+        // v1 cannot put on 1.22.
+        assert_eq!(proto(22), None);
+    }
+}

@@ -1,0 +1,403 @@
+//! The transport over a real UCX, on loopback.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::transport::{Head, MAX_HEAD, Refuse, Source, Target};
+
+/// Generous: the machine may be busy.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// What an engine would do, as far as the tests need it.
+#[derive(Default)]
+struct Log {
+    accepted: Vec<ConnId>,
+    connected: Vec<ConnId>,
+    frames: Vec<(ConnId, Vec<u8>, Vec<u8>)>,
+    placed: Vec<ConnId>,
+    closed: HashMap<ConnId, Gone>,
+    /// Where frames with the head `place` go.
+    target: Option<(*mut u8, usize)>,
+    head: Vec<u8>,
+}
+
+impl Upcalls for Log {
+    fn accepted(&mut self, conn: ConnId, from: SocketAddr, subject: Option<String>) {
+        assert!(from.ip().is_loopback() && subject.is_none());
+        self.accepted.push(conn);
+    }
+
+    fn connected(&mut self, conn: ConnId, _: Option<String>) {
+        assert!(!self.closed.contains_key(&conn));
+        self.connected.push(conn);
+    }
+
+    fn heard(&mut self, conn: ConnId) {
+        assert!(
+            !self.closed.contains_key(&conn),
+            "nothing comes after the end"
+        );
+    }
+
+    fn frame(&mut self, conn: ConnId, head: &[u8], body_len: usize) -> Result<Place, Refuse> {
+        self.heard(conn);
+        self.head = head.to_vec();
+        match head {
+            b"refuse" => Err(Refuse("as the test asked".to_owned())),
+            b"panic" => panic!("as the test asked"),
+            b"discard" => Ok(Place::Discard),
+            b"place" => {
+                let (ptr, len) = self.target.expect("a place");
+                assert_eq!(len, body_len);
+                Ok(Place::Memory(Target {
+                    ptr,
+                    len,
+                    lease: Lease::unowned(),
+                }))
+            }
+            _ => Ok(Place::Bytes),
+        }
+    }
+
+    fn body(&mut self, conn: ConnId, received: Received) -> Result<(), Refuse> {
+        match received {
+            Received::Bytes(body) => self
+                .frames
+                .push((conn, std::mem::take(&mut self.head), body)),
+            Received::Placed => self.placed.push(conn),
+            Received::Discarded => {}
+        }
+        Ok(())
+    }
+
+    fn closed(&mut self, conn: ConnId, why: Gone) {
+        assert!(self.closed.insert(conn, why).is_none(), "one end each");
+    }
+}
+
+struct Side {
+    ucx: Ucx,
+    log: Log,
+}
+
+impl Side {
+    fn new() -> Self {
+        let options = Options {
+            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            advertise: IpAddr::from([127, 0, 0, 1]),
+            interface: Some("lo".into()),
+        };
+        let ucx = Ucx::listen(&options, ConnIds::default()).unwrap_or_else(|e| panic!("{e}"));
+        Self {
+            ucx,
+            log: Log::default(),
+        }
+    }
+
+    fn step(&mut self) -> usize {
+        self.ucx.progress(&mut self.log)
+    }
+
+    fn send(&mut self, conn: ConnId, head: &[u8], body: Body) {
+        self.ucx.send(
+            conn,
+            Frame {
+                head: Head::new(head),
+                body,
+                class: Class::Bulk,
+            },
+        );
+    }
+}
+
+fn until<T>(
+    a: &mut Side,
+    b: &mut Side,
+    what: &str,
+    mut done: impl FnMut(&mut Side, &mut Side) -> Option<T>,
+) -> T {
+    let limit = Instant::now() + LIMIT;
+    loop {
+        a.step();
+        b.step();
+        if let Some(result) = done(a, b) {
+            return result;
+        }
+        assert!(
+            Instant::now() < limit,
+            "{what}: not within {LIMIT:?}; {:?} / {:?}",
+            a.log.closed,
+            b.log.closed
+        );
+        std::thread::yield_now();
+    }
+}
+
+/// Two transports with a connection from the first to the second.
+fn pair() -> (Side, ConnId, Side, ConnId) {
+    let (mut a, mut b) = (Side::new(), Side::new());
+    let ab = a.ucx.dial(b.ucx.local_addr());
+    until(&mut a, &mut b, "a connection", |a, b| {
+        (a.log.connected == [ab] && b.log.accepted.len() == 1).then_some(())
+    });
+    let ba = b.log.accepted[0];
+    (a, ab, b, ba)
+}
+
+fn pattern(len: usize, seed: u8) -> Vec<u8> {
+    (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
+}
+
+#[test]
+fn frames_arrive_whole_and_in_order_both_ways() {
+    let (mut a, ab, mut b, ba) = pair();
+    let piece = a.ucx.caps(ab).piece;
+    assert!(piece >= 4096, "{:?}", a.ucx.caps(ab));
+    assert!(
+        a.ucx.caps(ab).path.starts_with("ucx"),
+        "{:?}",
+        a.ucx.caps(ab)
+    );
+    let sizes = [0, 1, 100, 4096, piece - 1, piece];
+    for (i, &len) in sizes.iter().enumerate() {
+        a.send(ab, &[i as u8; MAX_HEAD], Body::Bytes(pattern(len, i as u8)));
+        b.send(ba, &[i as u8], Body::Bytes(pattern(len, !(i as u8))));
+    }
+    until(&mut a, &mut b, "all frames", |a, b| {
+        (a.log.frames.len() == sizes.len() && b.log.frames.len() == sizes.len()).then_some(())
+    });
+    for (i, &len) in sizes.iter().enumerate() {
+        assert_eq!(
+            b.log.frames[i],
+            (ba, vec![i as u8; MAX_HEAD], pattern(len, i as u8))
+        );
+        assert_eq!(
+            a.log.frames[i],
+            (ab, vec![i as u8], pattern(len, !(i as u8)))
+        );
+    }
+}
+
+#[test]
+fn what_is_sent_before_the_connection_stands_waits_for_it() {
+    let (mut a, mut b) = (Side::new(), Side::new());
+    let ab = a.ucx.dial(b.ucx.local_addr());
+    a.send(ab, b"early", Body::Bytes(pattern(3000, 1)));
+    until(&mut a, &mut b, "the frame", |_, b| {
+        (b.log.frames.len() == 1).then_some(())
+    });
+    assert_eq!(b.log.frames[0].2, pattern(3000, 1));
+}
+
+#[test]
+fn bodies_go_from_memory_to_memory_and_leases_end() {
+    let (mut a, ab, mut b, ba) = pair();
+    let piece = a.ucx.caps(ab).piece;
+    let source = pattern(piece, 5);
+    let mut place = vec![0u8; piece];
+    b.log.target = Some((place.as_mut_ptr(), place.len()));
+    let owner = std::sync::Arc::new(());
+    const COUNT: usize = 50;
+    let mut sent = 0;
+    until(&mut a, &mut b, "all pieces", |a, b| {
+        while sent < COUNT && a.ucx.room(ab, Class::Bulk) {
+            let lease = Lease::of(owner.clone());
+            let body = Body::Memory(Source {
+                ptr: source.as_ptr(),
+                len: source.len(),
+                lease,
+            });
+            a.send(ab, b"place", body);
+            sent += 1;
+        }
+        (b.log.placed.len() == COUNT).then_some(())
+    });
+    assert_eq!(place, source);
+    assert!(b.log.placed.iter().all(|c| *c == ba));
+    until(&mut a, &mut b, "the leases", |_, _| {
+        (std::sync::Arc::strong_count(&owner) == 1).then_some(())
+    });
+}
+
+#[test]
+fn room_ends_when_the_peer_does_not_read_and_an_abort_frees_the_memory() {
+    let (mut a, ab, mut b, ba) = pair();
+    let source = pattern(a.ucx.caps(ab).piece, 5);
+    let owner = std::sync::Arc::new(());
+    let mut sent = 0;
+    while a.ucx.room(ab, Class::Bulk) {
+        let lease = Lease::of(owner.clone());
+        a.send(
+            ab,
+            b"discard",
+            Body::Memory(Source {
+                ptr: source.as_ptr(),
+                len: source.len(),
+                lease,
+            }),
+        );
+        sent += 1;
+        a.step();
+        assert!(sent < 10_000, "room never ends");
+    }
+    assert!(
+        std::sync::Arc::strong_count(&owner) > 1,
+        "something is under way"
+    );
+    assert!(a.ucx.room(ab, Class::Urgent));
+    a.ucx.close(ab, Close::Abort);
+    // The peer does nothing meanwhile.
+    let limit = Instant::now() + LIMIT;
+    while a.log.closed.is_empty() {
+        a.step();
+        assert!(Instant::now() < limit, "no end");
+    }
+    assert_eq!(a.log.closed[&ab], Gone::Local);
+    assert_eq!(
+        std::sync::Arc::strong_count(&owner),
+        1,
+        "nothing is used after the end was reported"
+    );
+    let why = until(&mut a, &mut b, "the peer's end", |_, b| {
+        b.log.closed.get(&ba).cloned()
+    });
+    assert!(matches!(why, Gone::Reset { .. }), "{why:?}");
+    // Sends and closes after the end do nothing.
+    a.send(ab, b"late", Body::Empty);
+    a.ucx.close(ab, Close::Abort);
+    assert!(!a.ucx.room(ab, Class::Bulk));
+    a.step();
+}
+
+#[test]
+fn an_orderly_close_delivers_first_and_is_told_apart() {
+    let (mut a, ab, mut b, ba) = pair();
+    let piece = a.ucx.caps(ab).piece;
+    for i in 0..20 {
+        a.send(ab, &[i], Body::Bytes(pattern(piece, i)));
+    }
+    a.ucx.close(ab, Close::Flush);
+    a.send(ab, b"late", Body::Empty);
+    until(&mut a, &mut b, "both ends", |a, b| {
+        (a.log.closed.contains_key(&ab) && b.log.closed.contains_key(&ba)).then_some(())
+    });
+    assert_eq!(
+        b.log.frames.len(),
+        20,
+        "everything before the close, nothing after"
+    );
+    assert_eq!(
+        (&a.log.closed[&ab], &b.log.closed[&ba]),
+        (&Gone::Local, &Gone::EndOfStream)
+    );
+}
+
+#[test]
+fn an_orderly_close_with_a_frozen_peer_can_be_aborted() {
+    let (mut a, ab, _b, _) = pair();
+    a.send(ab, b"x", Body::Empty);
+    a.ucx.close(ab, Close::Flush);
+    for _ in 0..100 {
+        a.step();
+    }
+    a.ucx.close(ab, Close::Abort);
+    let limit = Instant::now() + LIMIT;
+    while a.log.closed.is_empty() {
+        a.step();
+        assert!(Instant::now() < limit, "no end");
+    }
+    assert_eq!(a.log.closed[&ab], Gone::Local);
+}
+
+#[test]
+fn a_dial_to_nobody_ends() {
+    let (mut a, mut b) = (Side::new(), Side::new());
+    let nobody = {
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        socket.local_addr().expect("bound")
+    };
+    let conn = a.ucx.dial(nobody);
+    let why = until(&mut a, &mut b, "the end", |a, _| {
+        a.log.closed.get(&conn).cloned()
+    });
+    assert!(matches!(why, Gone::Unreachable { .. }), "{why:?}");
+    // One that stopped listening refuses as well.
+    let addr = b.ucx.local_addr();
+    b.ucx.stop_listening();
+    b.step();
+    let conn = a.ucx.dial(addr);
+    let why = until(&mut a, &mut b, "the end", |a, _| {
+        a.log.closed.get(&conn).cloned()
+    });
+    assert!(matches!(why, Gone::Unreachable { .. }), "{why:?}");
+    assert!(b.log.accepted.is_empty());
+}
+
+#[test]
+fn a_refused_frame_and_a_panic_cost_their_connection_only() {
+    let (mut a, first, mut b, _) = pair();
+    let second = a.ucx.dial(b.ucx.local_addr());
+    until(&mut a, &mut b, "a second connection", |_, b| {
+        (b.log.accepted.len() == 2).then_some(())
+    });
+    let third = a.ucx.dial(b.ucx.local_addr());
+    until(&mut a, &mut b, "a third connection", |a, b| {
+        (b.log.accepted.len() == 3 && a.log.connected.len() == 3).then_some(())
+    });
+    let (b1, b2, b3) = (b.log.accepted[0], b.log.accepted[1], b.log.accepted[2]);
+    a.send(first, b"refuse", Body::Empty);
+    a.send(second, b"panic", Body::Empty);
+    until(&mut a, &mut b, "the ends", |a, b| {
+        (a.log.closed.len() == 2 && b.log.closed.len() == 2).then_some(())
+    });
+    assert_eq!(
+        b.log.closed[&b1],
+        Gone::Protocol {
+            detail: "as the test asked".to_owned()
+        }
+    );
+    assert!(
+        matches!(&b.log.closed[&b2], Gone::Protocol { detail } if detail.contains("as the test asked"))
+    );
+    a.send(third, b"fine", Body::Empty);
+    until(&mut a, &mut b, "a frame on the third", |_, b| {
+        b.log.frames.iter().any(|f| f.0 == b3).then_some(())
+    });
+}
+
+#[test]
+fn an_engine_can_sleep_on_the_descriptor() {
+    let (mut a, ab, mut b, _) = pair();
+    let limit = Instant::now() + LIMIT;
+    while !b.ucx.arm() {
+        a.step();
+        b.step();
+        assert!(Instant::now() < limit, "never at rest");
+    }
+    assert!(!readable(b.ucx.fd(), 0));
+    a.send(ab, b"wake", Body::Empty);
+    assert!(readable(b.ucx.fd(), LIMIT.as_millis() as i32));
+    until(&mut a, &mut b, "the frame", |_, b| {
+        (b.log.frames.len() == 1).then_some(())
+    });
+}
+
+fn readable(fd: RawFd, timeout_ms: i32) -> bool {
+    let mut poll = libc::pollfd {
+        fd,
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    // SAFETY: one valid record.
+    unsafe { libc::poll(&mut poll, 1, timeout_ms) == 1 }
+}
+
+#[test]
+fn sizes_are_read_as_ucx_reads_them() {
+    assert_eq!(memory_units("256k"), Some(256 << 10));
+    assert_eq!(memory_units("8KB"), Some(8 << 10));
+    assert_eq!(memory_units("16384"), Some(16_384));
+    assert_eq!(memory_units("1M"), Some(1 << 20));
+    assert_eq!(memory_units("auto"), None);
+}
