@@ -79,6 +79,8 @@ struct Handle {
     managed: Mutex<HashMap<usize, Arc<Pages>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
     transport: &'static str,
+    /// Peers may hold keys of regions.
+    one_sided: bool,
     warnings: Vec<String>,
 }
 
@@ -95,7 +97,7 @@ impl Engine {
         let ids = ConnIds::default();
         let mut warnings = Vec::new();
         let liveness = heartbeats.map(|(interval, timeout)| Liveness { interval, timeout });
-        let transport: Box<dyn Transport> = match choose(config.transport, secret.is_some())? {
+        let mut transport: Box<dyn Transport> = match choose(config.transport, secret.is_some())? {
             Chosen::Tcp => Box::new(
                 Tcp::listen(SocketAddr::new(listen, config.port), liveness, ids)
                     .map_err(|e| Error::new(ErrorKind::Transport, e))?,
@@ -134,6 +136,7 @@ impl Engine {
             paths: Mutex::default(),
         });
         let name = transport.name();
+        let one_sided = transport.one_sided().is_some();
         let hub = Hub::new(shared, transport, config.spin)?;
         let thread = std::thread::Builder::new()
             .name("connex-progress".into())
@@ -158,6 +161,7 @@ impl Engine {
             managed: Mutex::default(),
             thread: Mutex::new(Some(thread)),
             transport: name,
+            one_sided,
             warnings,
         })))
     }
@@ -230,6 +234,7 @@ impl Engine {
             return Ok(());
         }
         let region = self.shared().registry.lock().unregister(addr)?;
+        self.withdraw_key(addr);
         if region.wait_unused(UNREGISTER_PATIENCE) {
             return Ok(());
         }
@@ -255,6 +260,20 @@ impl Engine {
                 "the region at {addr:#x} is still in use by a transfer: do not free its memory before the engine is closed"
             ),
         ))
+    }
+
+    /// Waits until no peer holds the key of a region that is to go. Bounded: who does not give it back loses
+    /// its link.
+    fn withdraw_key(&self, addr: usize) {
+        if !self.0.one_sided {
+            return;
+        }
+        let completion = Arc::new(Completion::default());
+        self.0.hub.command(Command::Withdraw {
+            addr,
+            completion: completion.clone(),
+        });
+        completion.wait_until(deadline(Some(UNREGISTER_LIMIT)));
     }
 
     /// Allocates page-aligned, zeroed host memory and registers it; returns its address. It lives until
@@ -291,11 +310,11 @@ impl Engine {
                 )))
             };
         }
-        if self.is_closed() {
-            Ok(())
-        } else {
-            self.shared().registry.lock().unregister(addr).map(drop)
+        if !self.is_closed() {
+            self.shared().registry.lock().unregister(addr)?;
+            self.withdraw_key(addr);
         }
+        Ok(())
     }
 
     // ---- transfers ----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ use crate::completion::Completion;
 use crate::core::{Command, Core, Out, Shared};
 use crate::error::{Error, Result};
 use crate::host;
-use crate::transport::Transport;
+use crate::transport::{OneSided, OneSidedDone, Transport};
 
 /// Commands taken in one turn, so that a flood of posts does not hold up answers.
 const COMMANDS_PER_TURN: usize = 256;
@@ -32,6 +32,7 @@ pub(crate) struct Driver {
     /// Gone once the engine is closed.
     transport: Option<Box<dyn Transport>>,
     out: Vec<Out>,
+    reaped: Vec<OneSidedDone>,
 }
 
 /// What the handles of an engine and its progress thread share.
@@ -78,6 +79,7 @@ impl Hub {
                 core: Core::new(shared.clone()),
                 transport: Some(transport),
                 out: Vec::new(),
+                reaped: Vec::new(),
             }),
             shared,
             wanted: AtomicUsize::new(0),
@@ -376,6 +378,13 @@ impl Driver {
         self.carry_out(hub);
         if let Some(transport) = &mut self.transport {
             n += transport.progress(&mut self.core);
+            if let Some(access) = transport.one_sided() {
+                access.reap(&mut self.reaped);
+                n += self.reaped.len();
+                for done in self.reaped.drain(..) {
+                    self.core.one_sided_done(done);
+                }
+            }
         }
         if self.core.now >= self.core.next_tick() {
             self.core.tick();
@@ -403,6 +412,15 @@ impl Driver {
                     Out::Resolve { peer, link } => hub.resolve(&self.core, peer, link),
                     Out::Close(conn, how) => transport.close(conn, how),
                     Out::StopListening => transport.stop_listening(),
+                    Out::Learn(conn) => {
+                        let one_sided = transport
+                            .one_sided()
+                            .is_some_and(|access| access.usable(conn));
+                        self.core.learn_caps(conn, transport.caps(conn), one_sided);
+                    }
+                    one_sided => {
+                        carry_out_one_sided(one_sided, transport.one_sided(), &mut self.core)
+                    }
                 }
             }
             self.out = out;
@@ -422,5 +440,72 @@ impl Hub {
     /// Reads something that only the driver knows.
     pub(crate) fn with_driver<T>(&self, read: impl FnOnce(&Driver) -> T) -> T {
         read(&self.driver.lock())
+    }
+}
+
+/// What concerns one-sided access; only asked for on links that the transport called usable for it.
+fn carry_out_one_sided(out: Out, access: Option<&mut dyn OneSided>, core: &mut Core) {
+    const NONE: &str = "the transport has no one-sided access";
+    match (out, access) {
+        (
+            Out::Export {
+                conn,
+                req,
+                base,
+                len,
+            },
+            access,
+        ) => {
+            let result = access.map_or(Err(NONE.into()), |a| {
+                a.register(base as usize, len as usize)
+            });
+            core.exported(conn, req, base, len, result);
+        }
+        (Out::Unexport { base, completion }, access) => {
+            if let Some(access) = access {
+                access.deregister(base as usize);
+            }
+            core.end_withdrawal(&completion);
+        }
+        (
+            Out::Unpack {
+                conn,
+                req,
+                base,
+                len,
+                key,
+            },
+            access,
+        ) => {
+            let result = access.map_or(Err(NONE.into()), |a| a.unpack(conn, &key));
+            core.unpacked(conn, req, base, len, result);
+        }
+        (Out::DropKey(key), Some(access)) => access.drop_key(key),
+        (
+            Out::Get {
+                conn,
+                key,
+                remote,
+                target,
+                token,
+            },
+            Some(access),
+        ) => {
+            access.get(conn, key, remote, target, token);
+        }
+        (
+            Out::Put {
+                conn,
+                key,
+                remote,
+                source,
+                token,
+            },
+            Some(access),
+        ) => {
+            access.put(conn, key, remote, source, token);
+        }
+        (Out::Fence(conn), Some(access)) => access.fence(conn),
+        _ => {}
     }
 }

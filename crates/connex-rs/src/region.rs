@@ -295,6 +295,21 @@ impl Registry {
         Err(why)
     }
 
+    /// The region that holds all of the range, for a key that allows everything.
+    ///
+    /// # Errors
+    /// As for [`grant`](Self::grant); `Access` if the region limits what peers may do.
+    pub fn find(&self, addr: u64, len: u64) -> Result<(u64, u64), Denied> {
+        for direction in [Direction::Read, Direction::Write] {
+            drop(self.grant(ConnId(0), addr, len, direction)?);
+        }
+        let (addr, len) = (addr as usize, len as usize);
+        self.starting_before(addr)
+            .find(|region| region.holds(addr, len))
+            .map(|region| (region.addr as u64, region.len as u64))
+            .ok_or(Denied::Unregistered)
+    }
+
     /// A lease of the range for the engine's own side of a transfer: memory that is not registered
     /// is fine, a range that starts in a region and leaves it is not.
     ///

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use crate::completion::Completion;
+use crate::core::one_sided;
 use crate::error::Error;
 use crate::region::Lease;
 use crate::transport::ConnId;
@@ -90,6 +91,8 @@ pub(crate) struct Op {
     pub(crate) conn: Option<ConnId>,
     /// It is to end with this once its connection has let go of the memory.
     pub(crate) doom: Option<Error>,
+    /// How far it is, if it goes one-sided.
+    pub(crate) one_sided: Option<one_sided::Progress>,
     /// Its entry in the set of timers.
     pub(crate) timer: Option<u64>,
 }

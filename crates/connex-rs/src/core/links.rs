@@ -303,6 +303,8 @@ impl Core {
             piece: 0,
             small: VecDeque::new(),
             bulk: VecDeque::new(),
+            one_sided: false,
+            keys: super::one_sided::Keys::new(),
             pumped: false,
             reads_out: 0,
             reads_waiting: VecDeque::new(),
@@ -326,17 +328,11 @@ impl Core {
             .lock()
             .insert((*peer_entry.id).clone(), ("connecting".into(), "requested"));
         self.event(peer, EventKind::Up);
-        self.to_pump.push(conn);
-        if let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) {
-            link.pumped = true;
-        }
-        for op in std::mem::take(&mut self.peers[peer].waiting) {
-            self.start(op, conn);
-        }
+        self.out.push(Out::Learn(conn));
     }
 
-    /// What the transport says of a connection that has just come up.
-    pub(super) fn learn_caps(&mut self, conn: ConnId, caps: Caps) {
+    /// What the transport says of a connection that has just come up: work that waits goes out.
+    pub(crate) fn learn_caps(&mut self, conn: ConnId, caps: Caps, one_sided: bool) {
         let Some(Conn {
             peer: Some(peer),
             link: Some(link),
@@ -346,11 +342,13 @@ impl Core {
             return;
         };
         link.piece = caps.piece;
+        link.one_sided = one_sided;
+        let mode = if one_sided { "one-sided" } else { "requested" };
         let id = (*self.peers[*peer].id).clone();
-        self.shared
-            .paths
-            .lock()
-            .insert(id, (caps.path, "requested"));
+        self.shared.paths.lock().insert(id, (caps.path, mode));
+        for op in std::mem::take(&mut self.peers[*peer].waiting) {
+            self.start(op, conn);
+        }
     }
 
     /// The state machine closes a connection: says what is to be said, and remembers how operations on it end.
@@ -512,7 +510,9 @@ impl Core {
                 self.stranger_refused(detail);
             }
         }
-        entry.link = None;
+        if let Some(link) = entry.link.take() {
+            self.forget_keys(conn, link.keys);
+        }
         let Some(peer) = entry.peer else { return };
         if let Some(error) = entry.released {
             return self.end_ops(entry.ops, &error);

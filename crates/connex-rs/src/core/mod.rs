@@ -4,11 +4,12 @@
 //! of the transport come in; frames to be sent and connections to be opened or closed come out as
 //! [`Out`], which the progress loop carries out. One file for each side of the work:
 //! [`handshake`] (who is there), [`links`] (a link's life), [`requests`] (what peers ask of us),
-//! [`operations`] (what we ask of peers), [`letters`] (messages), [`tick`] (time).
+//! [`operations`] (what we ask of peers), [`one_sided`] (where hardware does it), [`letters`] (messages), [`tick`] (time).
 
 mod handshake;
 mod letters;
 mod links;
+pub(crate) mod one_sided;
 mod operations;
 mod requests;
 mod tick;
@@ -29,7 +30,7 @@ use crate::peer::{LinkId, LinkKey, Peer, Why};
 use crate::region::{Lease, Registry};
 use crate::stats::Counters;
 use crate::transfer::{Deadline, Op, OpId, Work};
-use crate::transport::{Body, Class, Close, ConnId, Frame};
+use crate::transport::{Body, Class, Close, ConnId, Frame, KeyId, Source};
 use crate::wire::{self, Greeting, Message, MsgPiece};
 
 /// How long a connect may take, from the dial to the answer of the peer's engine.
@@ -102,6 +103,11 @@ pub(crate) enum Command {
     },
     /// The application has taken messages.
     Owed(Owed),
+    /// A region is to go: give no key of it, and end `completion` when no peer holds one.
+    Withdraw {
+        addr: usize,
+        completion: Arc<Completion>,
+    },
     /// A region is to go and these connections still use it.
     Evict {
         conns: Vec<ConnId>,
@@ -127,6 +133,44 @@ pub(crate) enum Out {
     },
     Close(ConnId, Close),
     StopListening,
+    /// A link is up: what can it do?
+    Learn(ConnId),
+    /// Register a region with the device and tell the peer its key.
+    Export {
+        conn: ConnId,
+        req: u64,
+        base: u64,
+        len: u64,
+    },
+    /// The device is to forget a region.
+    Unexport {
+        base: u64,
+        completion: Arc<Completion>,
+    },
+    /// Make a peer's key usable.
+    Unpack {
+        conn: ConnId,
+        req: u64,
+        base: u64,
+        len: u64,
+        key: Vec<u8>,
+    },
+    DropKey(KeyId),
+    Get {
+        conn: ConnId,
+        key: KeyId,
+        remote: u64,
+        target: crate::transport::Target,
+        token: u64,
+    },
+    Put {
+        conn: ConnId,
+        key: KeyId,
+        remote: u64,
+        source: Source,
+        token: u64,
+    },
+    Fence(ConnId),
 }
 
 /// One peer.
@@ -266,6 +310,10 @@ struct Link {
     small: VecDeque<Stream>,
     /// Large transfers, which take turns piece by piece.
     bulk: VecDeque<Stream>,
+    /// Reads and writes go one-sided.
+    one_sided: bool,
+    /// Keys of the peer's regions.
+    keys: one_sided::Keys,
     /// In the list of links to be pumped.
     pumped: bool,
     /// Elements of reads asked for and not answered.
@@ -332,6 +380,7 @@ pub(crate) struct Core {
     to_pump: Vec<ConnId>,
     /// Completions whose waiters are to be woken once the driver is released.
     woken: Vec<Arc<Completion>>,
+    one_sided: one_sided::OneSidedState,
     strangers: usize,
     last_stranger_logged: u64,
     /// When peers and connections are to be looked at again.
@@ -356,6 +405,7 @@ impl Core {
             out: Vec::new(),
             to_pump: Vec::new(),
             woken: Vec::new(),
+            one_sided: one_sided::OneSidedState::default(),
             strangers: 0,
             last_stranger_logged: 0,
             next_check: u64::MAX,
@@ -411,6 +461,7 @@ impl Core {
             ),
             Command::Resolved { peer, link, result } => self.resolved(&peer, link, result),
             Command::Owed(owed) => self.owed(owed),
+            Command::Withdraw { addr, completion } => self.withdraw(addr as u64, completion),
             Command::Evict { conns, addr, len } => self.evict(&conns, addr, len),
             Command::Close => self.begin_close(),
         }
@@ -513,6 +564,11 @@ impl Core {
 }
 
 impl Conn {
+    /// Whether the transport has said what the link can do: before, work waits.
+    fn is_ready(&self) -> bool {
+        self.link.as_ref().is_some_and(|link| link.piece > 0)
+    }
+
     fn new(stage: Stage) -> Self {
         Self {
             peer: None,

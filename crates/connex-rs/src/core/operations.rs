@@ -51,6 +51,7 @@ impl Core {
             moved: self.now,
             conn: None,
             doom: None,
+            one_sided: None,
             timer: None,
         };
         self.ops.insert(id, op);
@@ -73,7 +74,7 @@ impl Core {
                     && self
                         .conns
                         .get(&conn)
-                        .is_some_and(|c| c.stage == Stage::Live) =>
+                        .is_some_and(|c| c.stage == Stage::Live && c.is_ready()) =>
             {
                 self.start(id, conn);
             }
@@ -114,6 +115,11 @@ impl Core {
             op.deadline = Deadline::Stall;
         }
         entry.ops.insert(id);
+        self.traffic = self.now;
+        if link.one_sided && op.is_transfer() {
+            self.set_timer(id);
+            return self.advance(id);
+        }
         match &op.work {
             Work::Read { .. } => {
                 link.reads_waiting.push_back(id);
@@ -131,7 +137,6 @@ impl Core {
             Work::Message(_) => {}
         }
         self.set_timer(id);
-        self.traffic = self.now;
     }
 
     /// Asks for elements of reads as far as the bound allows.
@@ -245,6 +250,14 @@ impl Core {
             )));
         };
         let peer = self.peers[op.peer].id.clone();
+        // A one-sided operation hears only that a key is refused, or that its signal is delivered.
+        if op
+            .one_sided
+            .as_ref()
+            .is_some_and(|progress| !progress.signalled())
+        {
+            return self.key_refused(conn, req, code, text);
+        }
         match &mut op.work {
             Work::Read { elements, next, .. } => {
                 let asked = (elem as usize) < *next;
@@ -292,7 +305,6 @@ impl Core {
     pub(crate) fn pump(&mut self, transport: &mut dyn Transport) -> usize {
         let mut n = 0;
         for conn in std::mem::take(&mut self.to_pump) {
-            self.learn_piece(conn, transport);
             n += self.pump_class(conn, Class::Urgent, transport);
             n += self.pump_class(conn, Class::Bulk, transport);
             if let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) {
@@ -303,18 +315,6 @@ impl Core {
             }
         }
         n
-    }
-
-    fn learn_piece(&mut self, conn: ConnId, transport: &mut dyn Transport) {
-        let unknown = self
-            .conns
-            .get(&conn)
-            .and_then(|c| c.link.as_ref())
-            .is_some_and(|link| link.piece == 0);
-        if unknown {
-            let caps = transport.caps(conn);
-            self.learn_caps(conn, caps);
-        }
     }
 
     fn pump_class(&mut self, conn: ConnId, class: Class, transport: &mut dyn Transport) -> usize {

@@ -70,7 +70,7 @@ impl Upcalls for Core {
             | Message::Confirm { .. }
             | Message::Goodbye { .. } => self.text(conn, message, body_len),
             _ if !live => Err(Refuse("data before the handshake is complete".into())),
-            Message::Done { .. } => self.text(conn, message, body_len),
+            Message::Done { .. } | Message::KeyIs { .. } => self.text(conn, message, body_len),
             Message::Data { req, elem, offset } => {
                 self.place_data(conn, req, elem, offset, body_len)
             }
@@ -173,6 +173,7 @@ impl Core {
             Message::Done { req, code, elem } => {
                 self.on_done(conn, req, code, elem, &String::from_utf8_lossy(body))
             }
+            Message::KeyIs { req, base, len } => self.on_key(conn, req, base, len, body.to_vec()),
             greeting => self.on_greeting(conn, greeting, body),
         }
     }
@@ -196,6 +197,9 @@ impl Core {
                 self.moved(conn);
             }
             Message::Credit { limit } => self.on_credit(conn, limit),
+            Message::KeyAsk { req, addr, len } => self.on_key_ask(conn, req, addr, len),
+            Message::KeyDrop { base } => self.on_key_drop(conn, base),
+            Message::KeyDropped { base } => self.on_key_dropped(conn, base),
             other => return Err(Refuse(format!("{other:?} is not spoken on this link"))),
         }
         Ok(())

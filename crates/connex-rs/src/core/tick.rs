@@ -30,6 +30,7 @@ impl Core {
             let slept = if late > OWN_GAP { late } else { 0 };
             self.check_peers();
             self.check_conns(slept);
+            self.check_withdrawals();
             self.check_closing();
         }
         self.expire_ops();

@@ -1,0 +1,567 @@
+//! One-sided transfers: where the hardware reads and writes the peer's memory without asking its processor.
+//!
+//! A key opens one region of one life of a peer (I4): it is asked for once, lives with its connection, and is
+//! given back before the owner's region goes. Large ranges are cut, so that progress can be seen.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+
+use super::{Core, Out, Stream};
+use crate::completion::Completion;
+use crate::error::{Error, ErrorKind};
+use crate::region::Denied;
+use crate::transfer::{OpId, Work};
+use crate::transport::{ConnId, KeyId, OneSidedDone, Refuse, Source, Target};
+use crate::wire::Message;
+
+/// A larger range is cut into pieces of this.
+const CHUNK: usize = 4 << 20;
+
+/// Pieces of one operation that are in flight at a time.
+const IN_FLIGHT: usize = 8;
+
+/// How long peers may take to give a key back before their links are closed.
+const GIVE_BACK: u64 = 1_000_000_000;
+
+/// How far a one-sided operation is, besides what [`Work`] says.
+#[derive(Debug, Default)]
+pub(crate) struct Progress {
+    /// Bytes of the present element that have been posted.
+    posted: usize,
+    /// Pieces in flight.
+    out: usize,
+    /// A key has been asked for and not come.
+    asking: bool,
+    /// The signal has been sent.
+    signalled: bool,
+}
+
+impl Progress {
+    /// Whether the data is in place and the signal has gone.
+    pub(super) fn signalled(&self) -> bool {
+        self.signalled
+    }
+}
+
+/// A key of the peer.
+#[derive(Debug)]
+pub(super) struct Key {
+    len: u64,
+    id: KeyId,
+    /// Pieces in flight that use it.
+    users: usize,
+    /// The owner wants it back.
+    dropping: bool,
+}
+
+/// What a live link knows of keys.
+pub(super) type Keys = BTreeMap<u64, Key>;
+
+/// A piece in flight.
+#[derive(Debug)]
+struct Piece {
+    op: OpId,
+    conn: ConnId,
+    base: u64,
+    len: usize,
+    elem: usize,
+}
+
+/// A region whose key peers hold or held.
+#[derive(Debug, Default)]
+struct Export {
+    holders: HashSet<ConnId>,
+    /// The region is to go: who waits for that, and until when holders may take.
+    withdrawn: Option<(Arc<Completion>, u64)>,
+}
+
+/// The engine's side of one-sided access.
+#[derive(Debug, Default)]
+pub(super) struct OneSidedState {
+    next_token: u64,
+    pieces: HashMap<u64, Piece>,
+    exports: HashMap<u64, Export>,
+}
+
+impl Core {
+    // ---- our transfers ------------------------------------------------------------------------
+
+    /// Posts as much of an operation as keys and the bound allow; ends it when all is done.
+    pub(super) fn advance(&mut self, id: OpId) {
+        let Some(op) = self.ops.get_mut(&id) else {
+            return;
+        };
+        let Some(conn) = op.conn else { return };
+        let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
+            return;
+        };
+        let progress = op.one_sided.get_or_insert_default();
+        let (elements, next, write, chain) = match &mut op.work {
+            Work::Read { elements, next, .. } => (elements, next, false, false),
+            Work::Write {
+                elements,
+                next,
+                chain,
+                ..
+            } => (elements, next, true, *chain),
+            Work::Message(_) => return,
+        };
+        let count = elements.len();
+        while op.doom.is_none() && !progress.asking && progress.out < IN_FLIGHT && *next < count {
+            let element = &elements[*next];
+            let (remote, len) = (element.remote, element.len as u64);
+            let Some((base, key)) = covering(&mut link.keys, remote, len) else {
+                progress.asking = true;
+                self.shared.counters.rkey_fetches.add_one();
+                return self.send(
+                    conn,
+                    &Message::KeyAsk {
+                        req: id,
+                        addr: remote,
+                        len,
+                    },
+                );
+            };
+            let n = CHUNK.min(element.len - progress.posted);
+            let local = element.local + progress.posted;
+            let remote = remote + progress.posted as u64;
+            key.users += 1;
+            self.one_sided.next_token += 1;
+            let token = self.one_sided.next_token;
+            self.one_sided.pieces.insert(
+                token,
+                Piece {
+                    op: id,
+                    conn,
+                    base,
+                    len: n,
+                    elem: *next,
+                },
+            );
+            let lease = element.lease.clone();
+            let key = key.id;
+            if chain && *next + 1 == count && progress.posted == 0 {
+                self.out.push(Out::Fence(conn));
+            }
+            self.out.push(if write {
+                let source = Source {
+                    ptr: local as *const u8,
+                    len: n,
+                    lease,
+                };
+                Out::Put {
+                    conn,
+                    key,
+                    remote,
+                    source,
+                    token,
+                }
+            } else {
+                let target = Target {
+                    ptr: local as *mut u8,
+                    len: n,
+                    lease,
+                };
+                Out::Get {
+                    conn,
+                    key,
+                    remote,
+                    target,
+                    token,
+                }
+            });
+            progress.out += 1;
+            progress.posted += n;
+            if progress.posted == element.len {
+                progress.posted = 0;
+                *next += 1;
+            }
+        }
+        if progress.out > 0 || progress.asking {
+            return;
+        }
+        if let Some(error) = op.doom.take() {
+            return self.finish(id, Err(error));
+        }
+        if *next < count {
+            return;
+        }
+        match &mut op.work {
+            Work::Write {
+                signal: Some(letter),
+                ..
+            } => {
+                if std::mem::replace(&mut progress.signalled, true) {
+                    return;
+                }
+                // All data is in place: only now the signal goes.
+                let (Some(seq), bytes) = (letter.seq, std::mem::take(&mut letter.bytes)) else {
+                    return;
+                };
+                link.small.push_back(Stream::Letter {
+                    seq,
+                    bytes,
+                    sent: 0,
+                    signals: Some(id),
+                });
+                self.pump_later(conn);
+            }
+            _ => self.finish(id, Ok(())),
+        }
+    }
+
+    /// A piece has ended.
+    pub(crate) fn one_sided_done(&mut self, done: OneSidedDone) {
+        let Some(piece) = self.one_sided.pieces.remove(&done.token) else {
+            return;
+        };
+        self.moved(piece.conn);
+        self.key_unused(piece.conn, piece.base);
+        let now = self.now;
+        let Some(op) = self.ops.get_mut(&piece.op) else {
+            return;
+        };
+        op.moved = now;
+        if let Some(progress) = &mut op.one_sided {
+            progress.out = progress.out.saturating_sub(1);
+        }
+        match done.result {
+            Ok(()) => {
+                if let Work::Read { elements, .. } | Work::Write { elements, .. } = &mut op.work {
+                    elements[piece.elem].done += piece.len;
+                }
+            }
+            Err(text) => {
+                let peer = self.peers[op.peer].id.clone();
+                op.doom
+                    .get_or_insert_with(|| Error::new(ErrorKind::Transport, text).with_peer(&peer));
+            }
+        }
+        self.advance(piece.op);
+    }
+
+    /// A key came for one of our operations.
+    pub(super) fn on_key(
+        &mut self,
+        conn: ConnId,
+        req: OpId,
+        base: u64,
+        len: u64,
+        key: Vec<u8>,
+    ) -> Result<(), Refuse> {
+        let asked = self
+            .ops
+            .get_mut(&req)
+            .filter(|op| op.conn == Some(conn))
+            .and_then(|op| op.one_sided.as_mut());
+        match asked {
+            Some(progress) if progress.asking => progress.asking = false,
+            _ => {
+                return Err(Refuse(format!(
+                    "a key for request {req}, which did not ask"
+                )));
+            }
+        }
+        self.out.push(Out::Unpack {
+            conn,
+            req,
+            base,
+            len,
+            key,
+        });
+        Ok(())
+    }
+
+    /// No key: the range is not the peer's to give.
+    pub(super) fn key_refused(
+        &mut self,
+        conn: ConnId,
+        req: OpId,
+        code: i32,
+        text: &str,
+    ) -> Result<(), Refuse> {
+        let Some(op) = self.ops.get_mut(&req).filter(|op| op.conn == Some(conn)) else {
+            return Ok(());
+        };
+        let progress = op.one_sided.get_or_insert_default();
+        if code == 0 || !std::mem::take(&mut progress.asking) {
+            return Err(Refuse(format!(
+                "the end of request {req} with code {code}, which is under way one-sided"
+            )));
+        }
+        let peer = self.peers[op.peer].id.clone();
+        let text = match &op.work {
+            Work::Read { elements, next, .. } | Work::Write { elements, next, .. }
+                if elements.len() > 1 =>
+            {
+                format!("element {next}: {text}")
+            }
+            _ => text.to_owned(),
+        };
+        op.doom
+            .get_or_insert_with(|| Error::from_code(code, text).with_peer(&peer));
+        self.advance(req);
+        Ok(())
+    }
+
+    /// The transport has unpacked a key, or could not.
+    pub(crate) fn unpacked(
+        &mut self,
+        conn: ConnId,
+        req: OpId,
+        base: u64,
+        len: u64,
+        result: Result<KeyId, String>,
+    ) {
+        match result {
+            Ok(id) => {
+                let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
+                    return self.out.push(Out::DropKey(id));
+                };
+                let key = Key {
+                    len,
+                    id,
+                    users: 0,
+                    dropping: false,
+                };
+                self.shared.counters.remote_rkeys.add_one();
+                if let Some(old) = link.keys.insert(base, key) {
+                    self.shared.counters.remote_rkeys.sub_one();
+                    self.out.push(Out::DropKey(old.id));
+                }
+            }
+            Err(text) => {
+                if let Some(op) = self.ops.get_mut(&req) {
+                    let peer = self.peers[op.peer].id.clone();
+                    op.doom.get_or_insert_with(|| {
+                        Error::new(ErrorKind::Transport, text).with_peer(&peer)
+                    });
+                }
+            }
+        }
+        self.advance(req);
+    }
+
+    /// The owner wants a key back: it is used no more, and given back once nothing of it is in flight.
+    pub(super) fn on_key_drop(&mut self, conn: ConnId, base: u64) {
+        self.shared.counters.invalidations.add_one();
+        let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
+            return;
+        };
+        match link.keys.get_mut(&base) {
+            Some(key) => {
+                key.dropping = true;
+                if key.users == 0 {
+                    self.give_key_back(conn, base);
+                }
+            }
+            None => self.send(conn, &Message::KeyDropped { base }),
+        }
+    }
+
+    fn key_unused(&mut self, conn: ConnId, base: u64) {
+        let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
+            return;
+        };
+        let Some(key) = link.keys.get_mut(&base) else {
+            return;
+        };
+        key.users = key.users.saturating_sub(1);
+        if key.dropping && key.users == 0 {
+            self.give_key_back(conn, base);
+        }
+    }
+
+    fn give_key_back(&mut self, conn: ConnId, base: u64) {
+        let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
+            return;
+        };
+        if let Some(key) = link.keys.remove(&base) {
+            self.shared.counters.remote_rkeys.sub_one();
+            self.out.push(Out::DropKey(key.id));
+        }
+        self.send(conn, &Message::KeyDropped { base });
+    }
+
+    // ---- our regions --------------------------------------------------------------------------
+
+    /// A peer asks for the key of a range.
+    pub(super) fn on_key_ask(&mut self, conn: ConnId, req: u64, addr: u64, len: u64) {
+        let found = self.shared.registry.lock().find(addr, len);
+        match found {
+            Ok((base, len)) if !self.withdrawn(base) => {
+                self.one_sided
+                    .exports
+                    .entry(base)
+                    .or_default()
+                    .holders
+                    .insert(conn);
+                self.out.push(Out::Export {
+                    conn,
+                    req,
+                    base,
+                    len,
+                });
+            }
+            other => {
+                self.shared.counters.requests_refused.add_one();
+                let why = match other {
+                    Err(Denied::Access) => {
+                        "its region limits what peers may do, which one-sided access cannot enforce"
+                    }
+                    Err(Denied::OutOfBounds) => {
+                        "the range leaves the peer's region that holds its start"
+                    }
+                    _ => "no region is registered there in the peer",
+                };
+                let text = format!("{len} bytes at {addr:#x}: {why}");
+                self.send_with(
+                    conn,
+                    &Message::Done {
+                        req,
+                        code: -4,
+                        elem: 0,
+                    },
+                    text.into_bytes(),
+                );
+            }
+        }
+    }
+
+    /// The transport has exported a region, or could not.
+    pub(crate) fn exported(
+        &mut self,
+        conn: ConnId,
+        req: u64,
+        base: u64,
+        len: u64,
+        result: Result<Vec<u8>, String>,
+    ) {
+        match result {
+            Ok(key) => self.send_with(conn, &Message::KeyIs { req, base, len }, key),
+            Err(text) => {
+                let text = format!("the peer cannot register its region with the device: {text}");
+                self.send_with(
+                    conn,
+                    &Message::Done {
+                        req,
+                        code: -1,
+                        elem: 0,
+                    },
+                    text.into_bytes(),
+                );
+            }
+        }
+    }
+
+    fn withdrawn(&self, base: u64) -> bool {
+        self.one_sided
+            .exports
+            .get(&base)
+            .is_some_and(|e| e.withdrawn.is_some())
+    }
+
+    /// A region is to go: `completion` ends when no peer holds its key any more.
+    pub(super) fn withdraw(&mut self, base: u64, completion: Arc<Completion>) {
+        let until = self.now + GIVE_BACK;
+        let Some(export) = self.one_sided.exports.get_mut(&base) else {
+            return self.end_withdrawal(&completion);
+        };
+        export.withdrawn = Some((completion, until));
+        let holders: Vec<ConnId> = export.holders.iter().copied().collect();
+        for conn in holders {
+            self.send(conn, &Message::KeyDrop { base });
+        }
+        self.check_at(until);
+        self.settle_withdrawal(base);
+    }
+
+    pub(super) fn on_key_dropped(&mut self, conn: ConnId, base: u64) {
+        if let Some(export) = self
+            .one_sided
+            .exports
+            .get_mut(&base)
+            .filter(|e| e.withdrawn.is_some())
+        {
+            export.holders.remove(&conn);
+            self.settle_withdrawal(base);
+        }
+    }
+
+    fn settle_withdrawal(&mut self, base: u64) {
+        let done = self
+            .one_sided
+            .exports
+            .get(&base)
+            .is_some_and(|e| e.withdrawn.is_some() && e.holders.is_empty());
+        if done {
+            if let Some(Export {
+                withdrawn: Some((completion, _)),
+                ..
+            }) = self.one_sided.exports.remove(&base)
+            {
+                self.out.push(Out::Unexport { base, completion });
+            }
+        }
+    }
+
+    /// The device has forgotten the region.
+    pub(crate) fn end_withdrawal(&mut self, completion: &Arc<Completion>) {
+        if completion.finish(Ok(())) {
+            self.woken.push(completion.clone());
+        }
+    }
+
+    /// Closes the links of peers that do not give keys back.
+    pub(super) fn check_withdrawals(&mut self) {
+        let mut late = Vec::new();
+        let mut next = u64::MAX;
+        for export in self.one_sided.exports.values_mut() {
+            let Some((_, until)) = &mut export.withdrawn else {
+                continue;
+            };
+            if *until <= self.now {
+                *until = u64::MAX;
+                late.extend(export.holders.iter().copied());
+            } else {
+                next = next.min(*until);
+            }
+        }
+        self.check_at(next);
+        for conn in late {
+            self.suspect(
+                conn,
+                "key timeout: the peer did not give the key of a region back".into(),
+            );
+        }
+    }
+
+    /// A connection is gone, with its keys on both sides.
+    pub(super) fn forget_keys(&mut self, conn: ConnId, keys: Keys) {
+        for key in keys.into_values() {
+            self.shared.counters.remote_rkeys.sub_one();
+            self.out.push(Out::DropKey(key.id));
+        }
+        self.one_sided.pieces.retain(|_, piece| piece.conn != conn);
+        let bases: Vec<u64> = self.one_sided.exports.keys().copied().collect();
+        for base in bases {
+            if let Some(export) = self.one_sided.exports.get_mut(&base) {
+                export.holders.remove(&conn);
+                self.settle_withdrawal(base);
+            }
+        }
+    }
+}
+
+/// The key of a region that holds all of the range.
+fn covering(keys: &mut Keys, addr: u64, len: u64) -> Option<(u64, &mut Key)> {
+    keys.range_mut(..=addr)
+        .rev()
+        .find(|(base, key)| {
+            !key.dropping
+                && addr
+                    .checked_add(len)
+                    .is_some_and(|end| end <= **base + key.len)
+        })
+        .map(|(base, key)| (*base, key))
+}
