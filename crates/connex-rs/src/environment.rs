@@ -8,10 +8,10 @@ use crate::config::{Config, MIN_SECRET, TransportChoice};
 use crate::error::{Error, Result};
 
 /// Names the transport: `auto`, `tcp` or `ucx`.
-pub const TRANSPORT: &str = "CONNEX_RS_TRANSPORT";
+pub(crate) const TRANSPORT: &str = "CONNEX_RS_TRANSPORT";
 
 /// Names a file that holds the shared secret; one newline at its end does not count.
-pub const SECRET_FILE: &str = "CONNEX_RS_SECRET_FILE";
+pub(crate) const SECRET_FILE: &str = "CONNEX_RS_SECRET_FILE";
 
 impl Config {
     /// Fills in from the environment what is at its default: the transport from `CONNEX_RS_TRANSPORT`, the secret from
