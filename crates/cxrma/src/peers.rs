@@ -1,0 +1,104 @@
+//! Small engines, many in one process: the far ends of measurements with many peers.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use connex_rs::{Engine, now_ns};
+
+use crate::cli::EngineArgs;
+use crate::control::Peer;
+use crate::pattern;
+
+/// Model name of all of them.
+pub(crate) const MODEL: &str = "cxrma-peer";
+
+/// Starts `count` engines with identities `stage`, replica 0 … and one filled page each.
+///
+/// # Errors
+/// If an engine cannot be started.
+pub(crate) fn start(
+    engine: &EngineArgs,
+    ip: &str,
+    stage: u32,
+    count: u32,
+    heartbeat_ms: u64,
+    port: u16,
+) -> anyhow::Result<Vec<(Engine, Peer)>> {
+    (0..count)
+        .map(|replica| {
+            let mut config = engine.config(ip, MODEL, stage, replica)?;
+            config.port = port;
+            // Far ends are many in one process: polling ones would take the processors from each other.
+            config.spin = if count > 1 {
+                Duration::ZERO
+            } else {
+                config.spin
+            };
+            config.heartbeat = (heartbeat_ms > 0).then(|| Duration::from_millis(heartbeat_ms));
+            let started = Engine::start(config)
+                .with_context(|| format!("cannot start engine {replica} of {count}"))?;
+            let addr = started.allocate_managed_buffer(Peer::BYTES)?;
+            // SAFETY: a page that was just allocated and lives until the engine closes.
+            unsafe { pattern::fill(addr, Peer::BYTES, Peer::SEED) };
+            let peer = Peer {
+                url: started.local_url().to_owned(),
+                addr: addr as u64,
+                started_ns: now_ns(),
+            };
+            Ok((started, peer))
+        })
+        .collect()
+}
+
+/// One blocking read of all of a peer's memory into `dst`, checked.
+///
+/// # Errors
+/// If it fails or the bytes are wrong.
+pub(crate) fn read(
+    engine: &Engine,
+    peer: &Peer,
+    dst: &mut Page,
+    timeout: Option<Duration>,
+) -> connex_rs::Result<()> {
+    // SAFETY: the page is exclusively ours during the blocking call.
+    unsafe {
+        engine.read(
+            &peer.url,
+            dst.0.as_mut_ptr() as usize,
+            peer.addr,
+            Peer::BYTES,
+            timeout,
+        )
+    }
+}
+
+/// Whether the page holds what a peer's memory holds.
+///
+/// # Errors
+/// If it does not.
+pub(crate) fn check(page: &Page) -> anyhow::Result<()> {
+    // SAFETY: the page is ours and whole words long.
+    let checked = unsafe { pattern::check(page.0.as_ptr() as usize, Peer::BYTES, Peer::SEED) };
+    ensure!(
+        checked.is_ok(),
+        "wrong bytes were read {}",
+        checked.err().map(|m| m.to_string()).unwrap_or_default()
+    );
+    Ok(())
+}
+
+/// Memory for one read.
+#[repr(align(64))]
+pub(crate) struct Page([u8; Peer::BYTES]);
+
+impl Page {
+    /// Zeroes.
+    pub(crate) fn new() -> Box<Self> {
+        Box::new(Self([0; Peer::BYTES]))
+    }
+
+    /// Zeroes again.
+    pub(crate) fn clear(&mut self) {
+        self.0.fill(0);
+    }
+}
