@@ -91,25 +91,47 @@ impl Engine {
     /// `Invalid` for a configuration that cannot be; `Transport` if the address cannot be bound, with its
     /// holder or the host's addresses.
     pub fn start(config: Config) -> Result<Self> {
-        let heartbeats = config.heartbeats()?;
-        let secret = config.checked_secret()?.map(<[u8]>::to_vec);
+        let liveness = config
+            .heartbeats()?
+            .map(|(interval, timeout)| Liveness { interval, timeout });
+        let authenticated = config.checked_secret()?.is_some();
         let (listen, advertised) = addresses(&config)?;
         let ids = ConnIds::default();
         let mut warnings = Vec::new();
-        let liveness = heartbeats.map(|(interval, timeout)| Liveness { interval, timeout });
-        let mut transport: Box<dyn Transport> = match choose(config.transport, secret.is_some())? {
+        let transport: Box<dyn Transport> = match choose(config.transport, authenticated)? {
             Chosen::Tcp => Box::new(
                 Tcp::listen(SocketAddr::new(listen, config.port), liveness, ids)
                     .map_err(|e| Error::new(ErrorKind::Transport, e))?,
             ),
         };
-        if secret.is_none() {
+        if !authenticated {
             let warning = format!(
                 "peers are not authenticated: whoever reaches {listen} may connect; set a secret to change that"
             );
             tracing::info!(target: "connex_rs::engine", "{warning}");
             warnings.push(warning);
         }
+        Self::run_over(config, transport, advertised, warnings)
+    }
+
+    /// Starts an engine over a transport that is there already. For tests.
+    ///
+    /// # Errors
+    /// As for [`start`](Self::start).
+    #[doc(hidden)]
+    pub fn start_over(config: Config, transport: Box<dyn Transport>) -> Result<Self> {
+        let advertised = transport.local_addr().ip();
+        Self::run_over(config, transport, advertised, Vec::new())
+    }
+
+    fn run_over(
+        config: Config,
+        mut transport: Box<dyn Transport>,
+        advertised: IpAddr,
+        warnings: Vec<String>,
+    ) -> Result<Self> {
+        let heartbeats = config.heartbeats()?;
+        let secret = config.checked_secret()?.map(<[u8]>::to_vec);
         let local = transport.local_addr();
         let local_url = PeerUrl {
             host: match advertised {

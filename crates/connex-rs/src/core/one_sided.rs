@@ -494,14 +494,13 @@ impl Core {
             .exports
             .get(&base)
             .is_some_and(|e| e.withdrawn.is_some() && e.holders.is_empty());
-        if done {
-            if let Some(Export {
+        if done
+            && let Some(Export {
                 withdrawn: Some((completion, _)),
                 ..
             }) = self.one_sided.exports.remove(&base)
-            {
-                self.out.push(Out::Unexport { base, completion });
-            }
+        {
+            self.out.push(Out::Unexport { base, completion });
         }
     }
 

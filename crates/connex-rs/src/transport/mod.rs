@@ -25,6 +25,8 @@ use std::os::fd::RawFd;
 
 use crate::region::Lease;
 
+#[doc(hidden)]
+pub mod memory;
 pub mod tcp;
 pub mod ucx;
 

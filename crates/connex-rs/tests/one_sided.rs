@@ -1,0 +1,203 @@
+//! One-sided transfers over the in-memory transport: keys are asked for once, used with their own life only (I4),
+//! and given back before a region goes.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use connex_rs::transport::memory::Network;
+use connex_rs::transport::{ConnIds, Transport};
+use connex_rs::{Config, Engine, ErrorKind, LogicalId, Range};
+
+const WAIT: Option<Duration> = Some(Duration::from_secs(20));
+
+struct Lab {
+    network: Network,
+}
+
+impl Lab {
+    fn new() -> Self {
+        Self {
+            network: Network::default(),
+        }
+    }
+
+    fn engine(&self, stage: u32) -> (Engine, std::net::SocketAddr) {
+        let transport = self.network.endpoint(ConnIds::default());
+        let at = transport.local_addr();
+        let config = Config::new(LogicalId::new("one-sided", stage, 0, 0).expect("valid"));
+        (
+            Engine::start_over(config, Box::new(transport)).expect("start"),
+            at,
+        )
+    }
+}
+
+fn buffer(engine: &Engine, len: usize) -> usize {
+    engine.allocate_managed_buffer(len).expect("buffer")
+}
+
+/// A snapshot of memory that peers may write.
+fn bytes(addr: usize, len: usize) -> Vec<u8> {
+    // SAFETY: the buffers of these tests live as long as their engines.
+    (0..len)
+        .map(|i| unsafe { std::ptr::read_volatile((addr + i) as *const u8) })
+        .collect()
+}
+
+fn fill(addr: usize, with: &[u8]) {
+    // SAFETY: as above.
+    unsafe { std::ptr::copy_nonoverlapping(with.as_ptr(), addr as *mut u8, with.len()) };
+}
+
+#[test]
+fn large_ranges_are_cut_and_arrive() {
+    let lab = Lab::new();
+    let ((a, _), (b, _)) = (lab.engine(0), lab.engine(1));
+    let len = (48 << 20) + 7;
+    let (here, there, back) = (buffer(&a, len), buffer(&b, len), buffer(&a, len));
+    let data: Vec<u8> = (0..len).map(|i| (i * 7 % 253) as u8).collect();
+    fill(here, &data);
+    // SAFETY: managed buffers outlive the calls.
+    unsafe {
+        a.write(b.local_url(), here, there as u64, len, WAIT)
+            .expect("write");
+        a.read(b.local_url(), back, there as u64, len, WAIT)
+            .expect("read");
+    }
+    assert!(bytes(back, len) == data);
+    let stats = a.stats();
+    assert_eq!(
+        (stats.rkey_fetches, stats.remote_rkeys),
+        (1, 1),
+        "one key for one region"
+    );
+    assert_eq!(stats.paths[0].mode, "one-sided");
+}
+
+#[test]
+fn a_wrong_address_is_refused_and_the_link_stays() {
+    let lab = Lab::new();
+    let ((a, _), (b, _)) = (lab.engine(0), lab.engine(1));
+    let (here, there) = (buffer(&a, 4096), buffer(&b, 4096));
+    for (remote, len) in [(there as u64 + 1, 4096), (8, 8)] {
+        // SAFETY: managed buffers outlive the calls.
+        let error =
+            unsafe { a.read(b.local_url(), here, remote, len, WAIT) }.expect_err("no region");
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    }
+    // SAFETY: as above.
+    unsafe {
+        a.read(b.local_url(), here, there as u64, 4096, WAIT)
+            .expect("the next one works")
+    };
+    assert_eq!(a.stats().eps_created, 1);
+}
+
+#[test]
+fn a_region_that_goes_takes_its_keys_along() {
+    let lab = Lab::new();
+    let ((a, _), (b, _)) = (lab.engine(0), lab.engine(1));
+    let here = buffer(&a, 4096);
+    for round in 0..50u8 {
+        let there = buffer(&b, 4096);
+        fill(there, &[round; 4096]);
+        // SAFETY: managed buffers outlive the calls.
+        unsafe {
+            a.read(b.local_url(), here, there as u64, 4096, WAIT)
+                .expect("read")
+        };
+        assert_eq!(bytes(here, 4096), [round; 4096]);
+        b.free_managed_buffer(there).expect("free");
+        assert_eq!(
+            a.stats().remote_rkeys,
+            0,
+            "the key was given back before the region went"
+        );
+        // SAFETY: as above.
+        let error =
+            unsafe { a.read(b.local_url(), here, there as u64, 4096, WAIT) }.expect_err("gone");
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    }
+    assert_eq!(a.stats().invalidations, 50);
+    assert_eq!(lab.network.dead_key_uses(), 0);
+}
+
+#[test]
+fn keys_die_with_the_life_they_came_from() {
+    let lab = Lab::new();
+    let (a, _) = lab.engine(0);
+    let here = buffer(&a, 64);
+    for life in 0..20u8 {
+        let (b, at) = lab.engine(1);
+        let there = buffer(&b, 64);
+        fill(there, &[life; 64]);
+        // SAFETY: managed buffers outlive the calls.
+        unsafe {
+            a.read(b.local_url(), here, there as u64, 64, WAIT)
+                .expect("read")
+        };
+        assert_eq!(bytes(here, 64), [life; 64]);
+        lab.network.cut(at);
+        let begun = std::time::Instant::now();
+        while a.stats().live_peers > 0 {
+            assert!(
+                begun.elapsed() < Duration::from_secs(20),
+                "the cut was not noticed"
+            );
+            std::thread::yield_now();
+        }
+        assert_eq!(a.stats().remote_rkeys, 0);
+    }
+    assert_eq!(lab.network.dead_key_uses(), 0);
+    assert_eq!(a.stats().rkey_fetches, 20);
+}
+
+#[test]
+fn a_chains_flag_and_a_signal_come_last() {
+    let lab = Lab::new();
+    let ((a, _), (b, _)) = (lab.engine(0), lab.engine(1));
+    let (here, there) = (buffer(&a, 1 << 20), buffer(&b, 1 << 20));
+    let flag = there + (1 << 20) - 8;
+    for round in 1..200u64 {
+        fill(here, &[round as u8; 1 << 16]);
+        fill(here + (1 << 20) - 8, &round.to_ne_bytes());
+        let ranges = [
+            Range {
+                local: here,
+                remote: there as u64,
+                len: 1 << 16,
+            },
+            Range {
+                local: here + (1 << 20) - 8,
+                remote: flag as u64,
+                len: 8,
+            },
+        ];
+        // SAFETY: managed buffers outlive the transfer.
+        let transfer = unsafe { a.put_chain(b.local_url(), &ranges, WAIT) }.expect("chain");
+        // SAFETY: aligned, inside a managed buffer.
+        let seen = unsafe { AtomicU64::from_ptr(flag as *mut u64) };
+        while seen.load(Ordering::Acquire) != round {
+            std::hint::spin_loop();
+        }
+        assert_eq!(bytes(there + (1 << 16) - 1, 1), [round as u8]);
+        transfer.wait(WAIT).expect("ended").expect("well");
+    }
+    // SAFETY: as above.
+    let transfer = unsafe {
+        a.put_signal(
+            b.local_url(),
+            here,
+            there as u64,
+            100,
+            b"there".to_vec(),
+            WAIT,
+        )
+    };
+    assert_eq!(b.recv_msg(WAIT), Some((a.id().clone(), b"there".to_vec())));
+    transfer
+        .expect("signal")
+        .wait(WAIT)
+        .expect("ended")
+        .expect("well");
+}
