@@ -392,7 +392,7 @@ impl Core {
         match how {
             How::Silently => self.out.push(Out::Close(conn, Close::Abort)),
             How::Goodbye => {
-                self.send(
+                self.send_last(
                     conn,
                     &Message::Goodbye {
                         why: GoodbyeCode::Closed,
@@ -412,7 +412,7 @@ impl Core {
                 self.out.push(Out::Close(conn, Close::Abort));
             }
             How::Superseded { by } => {
-                self.send(
+                self.send_last(
                     conn,
                     &Message::Goodbye {
                         why: GoodbyeCode::Superseded,

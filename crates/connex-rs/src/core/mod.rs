@@ -508,6 +508,15 @@ impl Core {
     }
 
     fn send_with(&mut self, conn: ConnId, message: &Message, body: Vec<u8>) {
+        self.send_as(Class::Urgent, conn, message, body);
+    }
+
+    /// Sends behind all bulk that is queued: an urgent goodbye would overtake the last messages.
+    fn send_last(&mut self, conn: ConnId, message: &Message) {
+        self.send_as(Class::Bulk, conn, message, Vec::new());
+    }
+
+    fn send_as(&mut self, class: Class, conn: ConnId, message: &Message, body: Vec<u8>) {
         let body = if body.is_empty() {
             Body::Empty
         } else {
@@ -518,7 +527,7 @@ impl Core {
             Frame {
                 head: wire::encode(message),
                 body,
-                class: Class::Urgent,
+                class,
             },
         ));
         if let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) {
