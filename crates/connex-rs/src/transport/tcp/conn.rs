@@ -57,6 +57,15 @@ impl Outgoing {
         self.start_len + self.body.len()
     }
 
+    /// Takes a copy of memory that others own.
+    fn detach(&mut self) {
+        if let Body::Memory(source) = &self.body {
+            // SAFETY: the lease keeps the source valid for reading; it is copied as bytes that may change meanwhile.
+            let bytes = unsafe { std::slice::from_raw_parts(source.ptr, source.len) }.to_vec();
+            self.body = Body::Bytes(bytes);
+        }
+    }
+
     /// Adds what is still to be sent to `iov`.
     fn gather(&self, iov: &mut Vec<libc::iovec>) {
         let mut push = |ptr: *const u8, len: usize, skip: usize| {
@@ -189,14 +198,46 @@ impl Conn {
         self.bulk_started = false;
     }
 
-    /// Before an abort: sends what is urgent, unless a bulk frame is half out.
-    pub(super) fn flush_urgent(&mut self) -> io::Result<()> {
-        if !self.bulk_started {
-            self.bulk.clear();
-            self.bulk_bytes = 0;
-            self.flush(&mut 0)?;
+    /// Before an abort: drops all bulk but a frame that is half out, and sends what the socket takes. Of what it does
+    /// not take only that frame and the last urgent one, the goodbye, are kept, as copies: no memory is in use after it.
+    pub(super) fn part(&mut self) -> io::Result<()> {
+        self.bulk.truncate(usize::from(self.bulk_started));
+        self.bulk_bytes = self.bulk.iter().map(Outgoing::len).sum();
+        self.flush(&mut 0)?;
+        let started = self.urgent.front().is_some_and(|front| front.sent > 0);
+        let last = self.urgent.len().saturating_sub(1);
+        let mut index = 0;
+        self.urgent.retain(|_| {
+            let keep = (index == 0 && started) || index == last;
+            index += 1;
+            keep
+        });
+        for outgoing in self.bulk.iter_mut().chain(&mut self.urgent) {
+            outgoing.detach();
         }
+        self.reading = Reading::Start;
+        self.start.clear();
         Ok(())
+    }
+
+    /// Whether something of ours has not been acknowledged by the peer's system.
+    pub(super) fn is_unsent(&self) -> bool {
+        let mut queued: libc::c_int = 0;
+        // SAFETY: the request writes one int.
+        let rc = unsafe { libc::ioctl(self.fd(), libc::TIOCOUTQ, &raw mut queued) };
+        self.has_output() || (rc == 0 && queued > 0)
+    }
+
+    /// Reads and throws away what has come; false once the stream has ended.
+    pub(super) fn discard(&mut self, hot: &mut [u8]) -> bool {
+        loop {
+            // SAFETY: `hot` is a valid buffer of that length.
+            match unsafe { recv(self.fd(), hot.as_mut_ptr(), hot.len()) } {
+                Ok(Io::Moved(_)) => {}
+                Ok(Io::Blocked) => return true,
+                Ok(Io::End) | Err(_) => return false,
+            }
+        }
     }
 
     /// Sends what the socket takes. True if all is out, false if it would block.

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
@@ -52,6 +52,12 @@ const READY: usize = 64;
 /// How long accepting pauses when no descriptor is left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
+/// How long an aborted connection may take to hand its last words to the peer.
+const PARTING_TIME: Duration = Duration::from_millis(300);
+
+/// Aborted connections that may do so at a time.
+const MAX_PARTING: usize = 64;
+
 /// The kernel is asked who has something at least every so many rounds.
 const ASK_EVERY: u32 = 4;
 
@@ -74,10 +80,14 @@ pub struct Tcp {
     local: SocketAddr,
     epoll: OwnedFd,
     timer: OwnedFd,
+    /// When the timer is to ring next.
+    rings: Option<Instant>,
     accepting: bool,
     accept_backoffs: u64,
     liveness: Option<Liveness>,
     slots: HashMap<ConnId, Slot>,
+    /// How many of them are [`State::Parting`].
+    parting: usize,
     /// Connections with frames queued since the last flush.
     dirty: Vec<ConnId>,
     /// The connection that spoke last: tried before the kernel is asked who has something.
@@ -109,6 +119,11 @@ enum State {
     /// Has ended its stream and waits for the peer to do so: closing earlier could reset the
     /// connection and take what the peer has not read yet.
     Draining,
+    /// Reported as closed: gets a goodbye out until then, so that the peer does not take the end for a death. Uses no
+    /// memory but its own.
+    Parting {
+        until: Instant,
+    },
 }
 
 impl Tcp {
@@ -154,6 +169,8 @@ impl Tcp {
             local,
             epoll,
             timer,
+            rings: None,
+            parting: 0,
             accepting: true,
             accept_backoffs: 0,
             liveness,
@@ -262,18 +279,104 @@ impl Tcp {
         tracing::warn!(target: "connex_rs::transport", %why, "accept: pausing for {ACCEPT_PAUSE:?}");
         self.accept_backoffs += 1;
         self.watch_listener(false);
+        self.ring_in(ACCEPT_PAUSE);
+    }
+
+    /// Sees to it that the timer rings no later than that.
+    fn ring_in(&mut self, time: Duration) {
+        let at = Instant::now() + time;
+        if self.rings.is_some_and(|rings| rings <= at) {
+            return;
+        }
+        self.rings = Some(at);
         let spec = Itimerspec {
             it_interval: Timespec {
                 tv_sec: 0,
                 tv_nsec: 0,
             },
             it_value: Timespec {
-                tv_sec: 0,
-                tv_nsec: ACCEPT_PAUSE.as_nanos() as _,
+                tv_sec: time.as_secs() as _,
+                tv_nsec: time.subsec_nanos() as _,
             },
         };
         // Cannot fail: the descriptor is a timer and the value is in range.
         let _ = rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &spec);
+    }
+
+    /// The timer rang.
+    fn rang(&mut self) {
+        let mut count = [0; 8];
+        let _ = rustix::io::read(&self.timer, &mut count);
+        self.rings = None;
+        self.watch_listener(true);
+        let now = Instant::now();
+        let mut next = None;
+        let mut late = Vec::new();
+        for (&id, slot) in &self.slots {
+            match slot.state {
+                State::Parting { until } if until <= now => late.push(id),
+                State::Parting { until } => {
+                    next = Some(next.map_or(until, |n: Instant| n.min(until)))
+                }
+                _ => {}
+            }
+        }
+        for id in late {
+            self.forget(id);
+        }
+        if let Some(next) = next {
+            self.ring_in(next - now);
+        }
+    }
+
+    /// Aborts a connection. What the peer is still to hear goes out behind its back, for a bounded time.
+    fn abort(&mut self, id: ConnId) {
+        let Some(slot) = self.slots.get_mut(&id) else {
+            return;
+        };
+        let open = matches!(slot.state, State::Open);
+        if !open
+            || self.parting >= MAX_PARTING
+            || slot.conn.part().is_err()
+            || !slot.conn.is_unsent()
+        {
+            return self.end(id, Gone::Local);
+        }
+        let until = Instant::now() + PARTING_TIME;
+        slot.state = State::Parting { until };
+        if self.talker == Some(id) {
+            self.talker = None;
+        }
+        self.parting += 1;
+        self.gone.push((id, Gone::Local));
+        self.ring_in(PARTING_TIME);
+        self.go_on_parting(id);
+    }
+
+    /// A connection in [`State::Parting`] can go on.
+    fn go_on_parting(&mut self, id: ConnId) -> usize {
+        let Some(slot) = self.slots.get_mut(&id) else {
+            return 0;
+        };
+        let more = slot.conn.discard(&mut self.hot);
+        match slot.conn.flush(&mut 0) {
+            Ok(_) if !more => self.forget(id),
+            Ok(true) => {
+                let _ = slot.conn.socket().shutdown(std::net::Shutdown::Write);
+                self.watch(id, epoll::EventFlags::IN);
+            }
+            Ok(false) => self.watch(id, epoll::EventFlags::IN | epoll::EventFlags::OUT),
+            Err(_) => self.forget(id),
+        }
+        1
+    }
+
+    /// Closes a connection of which nobody is to be told any more.
+    fn forget(&mut self, id: ConnId) {
+        if let Some(slot) = self.slots.remove(&id) {
+            self.parting -= 1;
+            let _ = epoll::delete(&self.epoll, slot.conn.socket());
+        }
     }
 
     fn watch_listener(&mut self, on: bool) {
@@ -435,9 +538,7 @@ impl Tcp {
         match event.data.u64() {
             LISTENER => self.accept(up),
             TIMER => {
-                let mut count = [0; 8];
-                let _ = rustix::io::read(&self.timer, &mut count);
-                self.watch_listener(true);
+                self.rang();
                 1
             }
             id => {
@@ -445,9 +546,13 @@ impl Tcp {
                 let Some(slot) = self.slots.get(&id) else {
                     return 0;
                 };
-                if slot.state == State::Connecting {
-                    self.finish_dial(id, up);
-                    return 1;
+                match slot.state {
+                    State::Connecting => {
+                        self.finish_dial(id, up);
+                        return 1;
+                    }
+                    State::Parting { .. } => return self.go_on_parting(id),
+                    _ => {}
                 }
                 let mut n = 0;
                 if flags.contains(epoll::EventFlags::OUT) {
@@ -528,17 +633,14 @@ impl Transport for Tcp {
             return;
         };
         match how {
+            _ if matches!(slot.state, State::Parting { .. }) => {}
             Close::Flush if slot.state == State::Open => {
                 slot.state = State::Flushing;
                 self.flush(conn);
             }
             Close::Flush if slot.state != State::Connecting => {}
             _ => {
-                if slot.state == State::Open {
-                    // A goodbye that was queued goes out if the socket takes it.
-                    let _ = slot.conn.flush_urgent();
-                }
-                self.end(conn, Gone::Local);
+                self.abort(conn);
             }
         }
     }
