@@ -83,11 +83,21 @@ const OUTPUT: &str = "crates/connex-ucx/src/sys/bindings.rs";
 /// lack, an output that cannot be written; with `check`, bindings that are not current.
 pub fn run(headers: &Path, check: bool) -> Result<()> {
     let ucp = headers.join("ucp/api/ucp.h");
-    ensure!(ucp.is_file(), "{} is not there: pass the folder that holds ucp/api/ucp.h", ucp.display());
+    ensure!(
+        ucp.is_file(),
+        "{} is not there: pass the folder that holds ucp/api/ucp.h",
+        ucp.display()
+    );
     let text = generate(headers, &ucp)?;
-    let missing: Vec<_> =
-        FUNCTIONS.iter().filter(|name| !text.contains(&format!("pub {name}:"))).collect();
-    ensure!(missing.is_empty(), "the headers in {} lack {missing:?}", headers.display());
+    let missing: Vec<_> = FUNCTIONS
+        .iter()
+        .filter(|name| !text.contains(&format!("pub {name}:")))
+        .collect();
+    ensure!(
+        missing.is_empty(),
+        "the headers in {} lack {missing:?}",
+        headers.display()
+    );
 
     let output = workspace_root().join(OUTPUT);
     let committed = std::fs::read_to_string(&output).unwrap_or_default();
@@ -95,7 +105,10 @@ pub fn run(headers: &Path, check: bool) -> Result<()> {
         return Ok(());
     }
     if check {
-        bail!("{OUTPUT} is not what bindgen makes of {}: run `cargo xtask bindings`", headers.display());
+        bail!(
+            "{OUTPUT} is not what bindgen makes of {}: run `cargo xtask bindings`",
+            headers.display()
+        );
     }
     std::fs::write(&output, text).with_context(|| format!("cannot write {}", output.display()))
 }
@@ -134,7 +147,10 @@ use libc::{FILE, sockaddr, sockaddr_storage, socklen_t};";
 
 /// The folder of gcc's own headers, where gcc is there.
 fn compiler_headers() -> Option<PathBuf> {
-    let out = Command::new("cc").arg("-print-file-name=include").output().ok()?;
+    let out = Command::new("cc")
+        .arg("-print-file-name=include")
+        .output()
+        .ok()?;
     let path = PathBuf::from(String::from_utf8(out.stdout).ok()?.trim());
     path.is_dir().then_some(path)
 }
@@ -149,15 +165,27 @@ fn rustfmt(text: &str) -> Result<String> {
         .stdout(std::process::Stdio::piped())
         .spawn()
         .context("cannot start rustfmt")?;
-    let mut stdin = child.stdin.take().context("rustfmt has no standard input")?;
+    let mut stdin = child
+        .stdin
+        .take()
+        .context("rustfmt has no standard input")?;
     let input = text.to_owned();
     let writer = std::thread::spawn(move || stdin.write_all(input.as_bytes()));
     let out = child.wait_with_output().context("rustfmt failed")?;
-    writer.join().map_err(|_| anyhow::anyhow!("the writer to rustfmt panicked"))??;
-    ensure!(out.status.success(), "rustfmt refused the bindings: {}", out.status);
+    writer
+        .join()
+        .map_err(|_| anyhow::anyhow!("the writer to rustfmt panicked"))??;
+    ensure!(
+        out.status.success(),
+        "rustfmt refused the bindings: {}",
+        out.status
+    );
     Ok(String::from_utf8(out.stdout)?)
 }
 
 fn workspace_root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(Path::to_path_buf).unwrap_or_default()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .map(Path::to_path_buf)
+        .unwrap_or_default()
 }

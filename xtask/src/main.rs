@@ -1,2 +1,110 @@
-//! Developer chores.
-fn main() {}
+//! Developer chores of connex-rs: `cargo xtask help` lists them.
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a program for the terminal: printing is its output"
+)]
+
+#[cfg(feature = "bindings")]
+mod bindings;
+mod demo;
+mod elf;
+mod licences;
+mod place;
+mod process;
+mod python;
+mod readme;
+mod rust;
+mod steps;
+mod system;
+mod test;
+mod ucx;
+mod venv;
+mod wheel;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+use crate::place::Place;
+
+/// Developer chores of connex-rs.
+#[derive(Parser)]
+#[command(
+    name = "cargo xtask",
+    bin_name = "cargo xtask",
+    version,
+    disable_version_flag = true
+)]
+struct Cli {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+#[derive(Subcommand)]
+enum Chore {
+    /// Sets up what the tests need and runs them all
+    Test {
+        /// Runs only this group; may be given several times
+        #[arg(long, value_enum)]
+        only: Vec<steps::Group>,
+        /// Lists the steps and what each needs, and runs nothing
+        #[arg(long)]
+        list: bool,
+    },
+    /// Builds the Python wheel: exactly one, in dist/
+    Wheel,
+    /// Moves memory between two processes, from Python and from Rust, checks every byte and prints the times
+    Demo {
+        /// What moves the bytes
+        #[arg(long, value_enum, default_value_t = demo::Transport::Tcp)]
+        transport: demo::Transport,
+    },
+    /// Regenerates crates/connex-ucx/src/sys/bindings.rs from UCX's headers (needs libclang)
+    Bindings {
+        /// The folder that holds ucp/api/ucp.h; without it the headers of the newest libucx-cu12 under target/
+        #[arg(long)]
+        headers: Option<PathBuf>,
+        /// Writes nothing; fails if the committed file is not what the headers give
+        #[arg(long)]
+        check: bool,
+    },
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse().chore) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(chore: Chore) -> Result<ExitCode> {
+    let place = Place::find()?;
+    match chore {
+        Chore::Test { only, list } => return test::run(&place, &only, list),
+        Chore::Wheel => {
+            let wheel = wheel::build(&place)?;
+            println!("{}", wheel.display());
+        }
+        Chore::Demo { transport } => demo::run(&place, transport)?,
+        Chore::Bindings { headers, check } => regenerate(&place, headers, check)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Regenerates or checks the bindings. Without bindgen this program runs the one that has it.
+fn regenerate(place: &Place, headers: Option<PathBuf>, check: bool) -> Result<()> {
+    let headers = match headers {
+        Some(headers) => headers,
+        None => ucx::newest(place)?.headers,
+    };
+    #[cfg(feature = "bindings")]
+    return bindings::run(&headers, check);
+    #[cfg(not(feature = "bindings"))]
+    return rust::bindings(place, &headers, check);
+}
