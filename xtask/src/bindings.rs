@@ -81,7 +81,7 @@ const OUTPUT: &str = "crates/connex-ucx/src/sys/bindings.rs";
 /// # Errors
 /// Headers that are missing or do not parse, no libclang, a function of the list that the headers
 /// lack, an output that cannot be written; with `check`, bindings that are not current.
-pub fn run(headers: &Path, check: bool) -> Result<()> {
+pub(crate) fn run(headers: &Path, check: bool) -> Result<()> {
     let ucp = headers.join("ucp/api/ucp.h");
     ensure!(
         ucp.is_file(),
