@@ -291,9 +291,10 @@ impl Transport for Memory {
         let body = match frame.body {
             Body::Empty => Vec::new(),
             Body::Bytes(bytes) => bytes,
-            // SAFETY: the source is valid while its lease lives, which is until the end of this call.
             Body::Memory(source) => {
-                unsafe { std::slice::from_raw_parts(source.ptr, source.len) }.to_vec()
+                // SAFETY: the source is valid while its lease lives, which is until the end of this arm.
+                let bytes = unsafe { std::slice::from_raw_parts(source.ptr, source.len) };
+                bytes.to_vec()
             }
         };
         self.network.0.lock().post(
