@@ -29,6 +29,7 @@ use crate::region::{Access, Denied, Holder, Registry};
 use crate::stats::{Counters, PeerPath, Stats};
 use crate::transfer::{Deadline, Element, Letter, OpId, Work};
 use crate::transport::tcp::{Liveness, Tcp};
+use crate::transport::ucx::{self, Ucx};
 use crate::transport::{ConnIds, Transport};
 use crate::wire::MAX_MESSAGE;
 
@@ -98,8 +99,24 @@ impl Engine {
         let (listen, advertised) = addresses(&config)?;
         let ids = ConnIds::default();
         let mut warnings = Vec::new();
-        let transport: Box<dyn Transport> = match choose(config.transport, authenticated)? {
-            Chosen::Tcp => Box::new(
+        let transport: Box<dyn Transport> = match choose(config.transport, authenticated) {
+            TransportChoice::Ucx => {
+                let options = ucx::Options {
+                    listen: SocketAddr::new(listen, config.port),
+                    advertise: advertised,
+                    interface: host::interface_of(advertised),
+                };
+                let ucx =
+                    Ucx::listen(&options, ids).map_err(|e| Error::new(ErrorKind::Transport, e))?;
+                warnings.extend(ucx.plan().warnings.iter().cloned());
+                if authenticated {
+                    let warning = "the secret authenticates identities only: UCX's own wire stays open to whoever reaches its ports";
+                    tracing::warn!(target: "connex_rs::engine", "{warning}");
+                    warnings.push(warning.to_owned());
+                }
+                Box::new(ucx)
+            }
+            _ => Box::new(
                 Tcp::listen(SocketAddr::new(listen, config.port), liveness, ids)
                     .map_err(|e| Error::new(ErrorKind::Transport, e))?,
             ),
@@ -1091,15 +1108,15 @@ fn nanos(timeout: Duration) -> u64 {
     u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The transport that an engine gets.
-enum Chosen {
-    Tcp,
-}
-
-fn choose(choice: TransportChoice, _authenticated: bool) -> Result<Chosen> {
+/// What `auto` stands for: UCX where RDMA is usable or `UCX_TLS` says what is wanted, else TCP; a secret makes it
+/// TCP, whose peers can be held to it.
+fn choose(choice: TransportChoice, authenticated: bool) -> TransportChoice {
+    let asked_for = || std::env::var_os("UCX_TLS").is_some_and(|value| !value.is_empty());
     match choice {
-        TransportChoice::Auto | TransportChoice::Tcp => Ok(Chosen::Tcp),
-        TransportChoice::Ucx => Err(Error::invalid("transport \"ucx\" is not built in yet")),
+        TransportChoice::Auto if authenticated => TransportChoice::Tcp,
+        TransportChoice::Auto if asked_for() || host::has_rdma() => TransportChoice::Ucx,
+        TransportChoice::Auto => TransportChoice::Tcp,
+        given => given,
     }
 }
 

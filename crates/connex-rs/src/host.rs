@@ -33,6 +33,11 @@ pub fn interface_of(addr: IpAddr) -> Option<String> {
         .map(|i| i.name)
 }
 
+/// Whether the host has an RDMA device.
+pub fn has_rdma() -> bool {
+    std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some())
+}
+
 /// The host's addresses, for error texts.
 pub(crate) fn addresses_text() -> String {
     let list: Vec<String> = interfaces()

@@ -9,6 +9,7 @@ const WAIT: Option<Duration> = Some(Duration::from_secs(20));
 fn engine(stage: u32) -> Engine {
     let mut config = Config::new(LogicalId::new("smoke", stage, 0, 0).expect("valid"));
     config.listen_ip = "127.0.0.1".into();
+    let config = config.with_environment().expect("environment");
     Engine::start(config).expect("start")
 }
 
