@@ -80,7 +80,7 @@ fn cases(cases: u32) -> ProptestConfig {
 }
 
 proptest! {
-    #![proptest_config(cases(3000))]
+    #![proptest_config(cases(2000))]
 
     #[test]
     fn two_engines_keep_the_rules(choices in choices()) {
