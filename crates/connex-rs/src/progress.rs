@@ -151,12 +151,14 @@ impl Hub {
         driver.core.take_woken(&mut woken);
         let next = driver.core.next_tick();
         let unsent = driver.transport.as_mut().is_some_and(|t| !t.arm());
+        // Only the progress thread can end the engine.
+        let closed = driver.core.is_closed();
         drop(driver);
         fence(Ordering::SeqCst);
         for completion in woken {
             completion.wake();
         }
-        if unsent || next < self.sleeping_until.load(Ordering::SeqCst) {
+        if unsent || closed || next < self.sleeping_until.load(Ordering::SeqCst) {
             self.wake_up();
         }
     }

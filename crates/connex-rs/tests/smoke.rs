@@ -74,3 +74,21 @@ fn bytes_move_both_ways() {
 fn source_addr() -> usize {
     Box::leak(Box::new([0u8; 8])).as_mut_ptr() as usize
 }
+
+#[test]
+fn a_sleeping_engine_closes_at_once() {
+    let quickest = (0..5)
+        .map(|_| {
+            let engine = engine(7);
+            // Long enough for its progress thread to stop polling and sleep.
+            std::thread::sleep(Duration::from_millis(50));
+            let start = std::time::Instant::now();
+            engine.close();
+            start.elapsed()
+        })
+        .min();
+    assert!(
+        quickest < Some(Duration::from_millis(500)),
+        "close waited for its limit: {quickest:?}"
+    );
+}
