@@ -23,6 +23,11 @@ pub(crate) enum Command {
     Owner(OwnerArgs),
     /// Measure against an owner
     Reader(ReaderArgs),
+    /// Measure what survivors see, and when, while processes are killed, stopped and started again
+    Faults(FaultsArgs),
+    /// Run small engines until standard input ends
+    #[command(hide = true)]
+    Peers(PeersArgs),
 }
 
 /// How an engine is started.
@@ -182,6 +187,103 @@ pub(crate) enum What {
     Growth,
 }
 
+/// What is done to processes, how often, and how large they are.
+#[derive(Args)]
+pub(crate) struct FaultsArgs {
+    /// Address of this host that all processes use, as 127.0.0.1 or ::1
+    #[arg(long, value_parser = ip)]
+    pub(crate) ip: String,
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+    /// What to measure; default everything
+    #[arg(long, value_delimiter = ',', value_enum, value_name = "WHAT")]
+    pub(crate) only: Vec<Fault>,
+    /// Kills for each line of the table
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
+    pub(crate) kills: u64,
+    /// Peers that the survivor has when one of them is killed
+    #[arg(long, value_delimiter = ',', default_value = "1,16,64", value_parser = clap::value_parser!(u32).range(1..=1024), value_name = "NUMBERS")]
+    pub(crate) peers: Vec<u32>,
+    /// Survivors that have the victim as their peer, besides the lines with one
+    #[arg(long, value_delimiter = ',', default_value = "64", value_parser = clap::value_parser!(u32).range(1..=256), value_name = "NUMBERS")]
+    pub(crate) survivors: Vec<u32>,
+    /// Memory that the victim has touched, as 10M,1G,8G
+    #[arg(long, value_delimiter = ',', default_value = "10M", value_parser = ballast, value_name = "SIZES")]
+    pub(crate) ballast: Vec<usize>,
+    /// How often a peer is stopped
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
+    pub(crate) stops: u64,
+    /// Heartbeat interval of the survivor of a stop; its timeout is three times that
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(1..=60_000), value_name = "MS")]
+    pub(crate) heartbeat_ms: u64,
+    /// Fresh engines that connect
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
+    pub(crate) connects: u64,
+    /// Kills and restarts during the search for stalls
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
+    pub(crate) churns: u64,
+    /// Kill and rejoin cycles after which nothing may have grown
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
+    pub(crate) cycles: u64,
+    /// Peers that are kept by heartbeats of one second
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1024), value_name = "N")]
+    pub(crate) heartbeat_peers: u32,
+    /// How long the heartbeats are watched
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..), value_name = "SECONDS")]
+    pub(crate) seconds: u64,
+    /// How long all processors are kept busy while false alarms are counted
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..), value_name = "SECONDS")]
+    pub(crate) load_seconds: u64,
+    /// Print JSON instead of tables
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// A kind of fault.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Fault {
+    /// SIGKILL to the event, and restart to the first read
+    Kill,
+    /// SIGSTOP to the suspicion
+    Stop,
+    /// Connect to the first read
+    Connect,
+    /// Longest read between healthy peers while others die and come back
+    Stall,
+    /// Many kill and rejoin cycles: does anything grow?
+    Cycles,
+    /// CPU of heartbeats to many peers
+    Heartbeats,
+    /// False alarms while all processors are busy
+    Load,
+}
+
+impl FaultsArgs {
+    /// Whether `what` is to be measured.
+    pub(crate) fn wants(&self, what: Fault) -> bool {
+        self.only.is_empty() || self.only.contains(&what)
+    }
+}
+
+/// Small engines of one process.
+#[derive(Args)]
+pub(crate) struct PeersArgs {
+    #[arg(long)]
+    pub(crate) ip: String,
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+    #[arg(long)]
+    pub(crate) stage: u32,
+    #[arg(long)]
+    pub(crate) count: u32,
+    #[arg(long, default_value_t = 0)]
+    pub(crate) heartbeat_ms: u64,
+    #[arg(long, default_value_t = 0)]
+    pub(crate) port: u16,
+    #[arg(long, default_value_t = 0)]
+    pub(crate) ballast: usize,
+}
+
 /// The size that `--large` adds.
 pub(crate) const LARGE: usize = 64 << 20;
 
@@ -232,24 +334,28 @@ impl MeasureArgs {
     }
 }
 
-/// Parses `4K`, `1M`, `2G` or a number of bytes.
+/// Parses the size of a transfer.
 pub(crate) fn size(text: &str) -> Result<usize, String> {
-    let wrong = || {
-        format!(
-            "{text:?} is not a size: write bytes or a number with K, M or G, as 4096, 64K or 16M (at most 1G)"
-        )
-    };
+    bytes(text, 1 << 30).ok_or_else(|| format!("{text:?} is not a size: write bytes or a number with K, M or G, as 4096, 64K or 16M (at most 1G)"))
+}
+
+/// Parses the size of a process.
+fn ballast(text: &str) -> Result<usize, String> {
+    bytes(text, 1 << 40).ok_or_else(|| format!("{text:?} is not a size: write bytes or a number with K, M or G, as 10M or 8G (at most 1024G)"))
+}
+
+/// Parses `4K`, `1M`, `2G` or a number of bytes, from 1 to `most`.
+fn bytes(text: &str, most: usize) -> Option<usize> {
     let (digits, shift) = match text.char_indices().last() {
         Some((at, 'k' | 'K')) => (&text[..at], 10),
         Some((at, 'm' | 'M')) => (&text[..at], 20),
         Some((at, 'g' | 'G')) => (&text[..at], 30),
         _ => (text, 0),
     };
-    let number: usize = digits.parse().map_err(|_| wrong())?;
+    let number: usize = digits.parse().ok()?;
     number
-        .checked_shl(shift)
-        .filter(|&bytes| bytes >> shift == number && (1..=1 << 30).contains(&bytes))
-        .ok_or_else(wrong)
+        .checked_mul(1 << shift)
+        .filter(|bytes| (1..=most).contains(bytes))
 }
 
 fn transport(text: &str) -> Result<TransportChoice, String> {

@@ -75,3 +75,14 @@ pub(crate) fn resident() -> u64 {
         .unwrap_or(0);
     pages * rustix::param::page_size() as u64
 }
+
+/// Open files of this process.
+pub(crate) fn descriptors() -> usize {
+    // One of them is the directory that is being read.
+    std::fs::read_dir("/proc/self/fd").map_or(0, |entries| entries.count().saturating_sub(1))
+}
+
+/// Threads of this process.
+pub(crate) fn threads() -> usize {
+    std::fs::read_dir("/proc/self/task").map_or(0, Iterator::count)
+}

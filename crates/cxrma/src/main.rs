@@ -10,6 +10,7 @@
 
 mod cli;
 mod control;
+mod faults;
 mod machine;
 mod measure;
 mod owner;
@@ -18,7 +19,6 @@ mod peers;
 mod reader;
 mod report;
 mod steps;
-#[allow(dead_code)] // `faults` uses the rest
 mod times;
 mod verify;
 
@@ -39,6 +39,8 @@ fn main() -> ExitCode {
         cli::Command::Local(args) => reader::local(&args),
         cli::Command::Owner(args) => owner::run(&args).map(|()| true),
         cli::Command::Reader(args) => reader::remote(&args),
+        cli::Command::Faults(args) => faults::run(&args),
+        cli::Command::Peers(args) => peers::run(&args).map(|()| true),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,

@@ -552,7 +552,7 @@ impl<'a> Session<'a> {
                     })
                 })
                 .collect();
-            std::thread::sleep(self.repeat.budget / 3);
+            std::thread::sleep((self.repeat.budget / 3).min(Duration::from_secs(1)));
             stop.store(true, Ordering::Relaxed);
             workers
                 .into_iter()

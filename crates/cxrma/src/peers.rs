@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use connex_rs::{Engine, now_ns};
 
-use crate::cli::EngineArgs;
+use crate::cli::{EngineArgs, PeersArgs};
 use crate::control::Peer;
 use crate::pattern;
 
@@ -101,4 +101,31 @@ impl Page {
     pub(crate) fn clear(&mut self) {
         self.0.fill(0);
     }
+}
+
+/// Runs small engines in this process until standard input ends: a victim, or bystanders, of `cxrma faults`.
+///
+/// # Errors
+/// If an engine cannot be started.
+pub(crate) fn run(args: &PeersArgs) -> anyhow::Result<()> {
+    // A stopped process does not notice the end of its input.
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+    // Written, not only reserved: memory that the kernel has to take back page by page.
+    let ballast = vec![1u8; args.ballast];
+    let started = start(
+        &args.engine,
+        &args.ip,
+        args.stage,
+        args.count,
+        args.heartbeat_ms,
+        args.port,
+    )?;
+    let (engines, offers): (Vec<Engine>, Vec<Peer>) = started.into_iter().unzip();
+    println!("{}", serde_json::to_string(&offers)?);
+    std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())?;
+    std::hint::black_box(&ballast);
+    for engine in engines {
+        engine.close();
+    }
+    Ok(())
 }

@@ -27,11 +27,6 @@ impl Recorder {
         self.0.saturating_record(ns.max(1));
     }
 
-    /// Adds what another one has.
-    pub(crate) fn merge(&mut self, other: &Self) {
-        self.0.add(&other.0).expect("the bounds are the same");
-    }
-
     /// How many were added.
     pub(crate) fn count(&self) -> u64 {
         self.0.len()
