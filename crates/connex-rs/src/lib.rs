@@ -33,3 +33,4 @@ pub use event::{Event, EventKind};
 pub use identity::{LogicalId, PeerUrl};
 pub use region::Access;
 pub use stats::Stats;
+pub use transport::tcp::TlsFiles;
