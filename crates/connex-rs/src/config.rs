@@ -4,12 +4,11 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::identity::LogicalId;
-use crate::transport::tcp::TlsFiles;
 
 /// What moves the bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum TransportChoice {
-    /// UCX where RDMA is usable or `UCX_TLS` is set, else TCP; `secret` or `tls` makes it TCP.
+    /// UCX where RDMA is usable or `UCX_TLS` is set, else TCP; `secret` makes it TCP.
     #[default]
     Auto,
     /// The built-in TCP transport.
@@ -63,8 +62,6 @@ pub struct Config {
     pub transport: TransportChoice,
     /// A secret that peers must share, of at least [`MIN_SECRET`] bytes.
     pub secret: Option<Vec<u8>>,
-    /// TLS with peers, which makes the transport TCP.
-    pub tls: Option<TlsFiles>,
     /// Whether small GPU transfers may be staged through host memory.
     pub allow_staging: bool,
 }
@@ -82,7 +79,6 @@ impl Config {
             spin: Duration::from_micros(500),
             transport: TransportChoice::Auto,
             secret: None,
-            tls: None,
             allow_staging: true,
         }
     }
@@ -141,7 +137,6 @@ impl std::fmt::Debug for Config {
             .field("spin", &self.spin)
             .field("transport", &self.transport)
             .field("secret", &self.secret.as_ref().map(|_| "…"))
-            .field("tls", &self.tls)
             .field("allow_staging", &self.allow_staging)
             .finish()
     }

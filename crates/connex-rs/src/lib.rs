@@ -33,4 +33,3 @@ pub use event::{Event, EventKind};
 pub use identity::{LogicalId, PeerUrl};
 pub use region::Access;
 pub use stats::Stats;
-pub use transport::tcp::TlsFiles;

@@ -109,11 +109,9 @@ impl Core {
         let entry = &mut self.peers[peer];
         entry.url = Some(url);
         match entry.machine.phase() {
-            Phase::Up | Phase::Closed => {}
-            Phase::Idle => {
-                entry.connect_called = true;
-                self.want(peer, true);
-            }
+            Phase::Closed => {}
+            // A link that is on its way down is no link: the new one follows it.
+            Phase::Up => entry.connect_called = entry.leaving.is_some(),
             _ => {
                 entry.connect_called = true;
                 self.want(peer, true);
@@ -126,7 +124,9 @@ impl Core {
             return;
         };
         let until = self.now + FLUSH_TIME;
-        self.peers[peer].leaving = Some(until);
+        let entry = &mut self.peers[peer];
+        entry.leaving = Some(until);
+        entry.connect_called = false;
         self.check_at(self.now);
     }
 
@@ -506,9 +506,8 @@ impl Core {
         }
         if Self::is_stranger(&entry) {
             self.strangers -= 1;
-            match &gone {
-                Gone::Protocol { detail } => self.stranger_refused(detail),
-                _ => self.stranger_refused("a connection that ended before it said who it is"),
+            if let Gone::Protocol { detail } = &gone {
+                self.stranger_refused(detail);
             }
         }
         if let Some(link) = entry.link.take() {

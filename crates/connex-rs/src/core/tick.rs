@@ -49,7 +49,8 @@ impl Core {
                 if self.now >= until || self.delivered(peer) {
                     self.input(peer, Input::Disconnect);
                     self.peers[peer].leaving = None;
-                    if !self.peers[peer].waiting.is_empty() {
+                    let entry = &self.peers[peer];
+                    if entry.connect_called || !entry.waiting.is_empty() {
                         self.want(peer, true);
                     }
                 } else {

@@ -167,12 +167,12 @@ impl Memory {
                         from: (self.local, id),
                     },
                 );
-                up.accepted(id, from.0);
+                up.accepted(id, from.0, None);
             }
             Letter::Accepted { mine, from } => match self.ends.get_mut(&mine) {
                 Some(end) => {
                     *end = Some(from);
-                    up.connected(mine);
+                    up.connected(mine, None);
                 }
                 None => self
                     .network
