@@ -27,6 +27,7 @@ on_every_transport!(
     cancel_ends_one_operation,
     close_ends_everything_and_stays_harmless,
     close_delivers_what_was_accepted,
+    closing_with_nothing_to_do_is_quick,
     a_signal_comes_after_its_data,
     a_signal_of_a_refused_write_is_never_delivered,
     a_chain_shows_its_flag_last,
@@ -447,6 +448,20 @@ fn close_delivers_what_was_accepted(net: Net) {
         expect_up(&c, b.id());
         expect_quiet(&c, Duration::from_millis(20));
     }
+}
+
+fn closing_with_nothing_to_do_is_quick(net: Net) {
+    let mut closing = Duration::ZERO;
+    for _ in 0..20 {
+        let (a, b) = (engine(net, 0), engine(net, 1));
+        link(&a, &b);
+        let start = Instant::now();
+        a.close();
+        b.close();
+        closing += start.elapsed();
+    }
+    // Each that waits for its limit would take nearly a second.
+    assert!(closing < Duration::from_secs(10), "{closing:?}");
 }
 
 fn a_signal_comes_after_its_data(net: Net) {
