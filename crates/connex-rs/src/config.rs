@@ -64,7 +64,12 @@ pub struct Config {
     pub secret: Option<Vec<u8>>,
     /// Whether small GPU transfers may be staged through host memory.
     pub allow_staging: bool,
+    /// The most bytes of rings of [step channels](crate::channel) that one peer may have in this engine's memory.
+    pub channel_bytes: u64,
 }
+
+/// Default of [`Config::channel_bytes`]. Rings are mapped, not filled: untouched slots use no memory.
+pub const CHANNEL_BYTES: u64 = 4 << 30;
 
 impl Config {
     /// The defaults of SPEC section 3 for `id`.
@@ -80,6 +85,7 @@ impl Config {
             transport: TransportChoice::Auto,
             secret: None,
             allow_staging: true,
+            channel_bytes: CHANNEL_BYTES,
         }
     }
 
@@ -138,6 +144,7 @@ impl std::fmt::Debug for Config {
             .field("transport", &self.transport)
             .field("secret", &self.secret.as_ref().map(|_| "…"))
             .field("allow_staging", &self.allow_staging)
+            .field("channel_bytes", &self.channel_bytes)
             .finish()
     }
 }

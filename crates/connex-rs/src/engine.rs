@@ -8,11 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use rand::RngCore;
 
+use crate::channel::Channels;
 use crate::clock::{now_ns, wall_ns};
 use crate::completion::{Completion, deadline};
 use crate::config::{Config, TransportChoice};
@@ -169,6 +170,7 @@ impl Engine {
             events: EventQueue::default(),
             inbox: Inbox::default(),
             registry: Mutex::new(Registry::default()),
+            channels: Channels::new(config.channel_bytes),
             secret,
             heartbeats: heartbeats.map(|(i, t)| (i.as_nanos() as u64, t.as_nanos() as u64)),
             debug: std::env::var_os("CONNEX_RS_DEBUG").is_some_and(|v| v == "1"),
@@ -621,7 +623,7 @@ impl Engine {
         Ok(self.post(Target::Url(target), work, deadline))
     }
 
-    fn post(
+    pub(crate) fn post(
         &self,
         target: Target,
         work: Work,
@@ -795,7 +797,7 @@ impl Engine {
         fork::check(self.0.born)
     }
 
-    fn target(&self, url: &str) -> Result<Arc<PeerUrl>> {
+    pub(crate) fn target(&self, url: &str) -> Result<Arc<PeerUrl>> {
         fork::check(self.0.born)?;
         if let Some(known) = self.0.urls.read().get(url) {
             return Ok(known.clone());
@@ -927,7 +929,10 @@ impl Engine {
         let counters = &shared.counters;
         if fork::is_native(self.0.born) {
             let registry = shared.registry.lock();
-            counters.regions.set(registry.count() as u64);
+            let rings = shared.channels.rings();
+            counters
+                .regions
+                .set(registry.count().saturating_sub(rings) as u64);
             counters.region_bytes.set(registry.bytes());
             drop(registry);
             counters.messages_queued_bytes.set(shared.inbox.bytes());
@@ -959,11 +964,32 @@ impl Engine {
         self.0.close();
     }
 
-    fn shared(&self) -> &Shared {
+    pub(crate) fn shared(&self) -> &Shared {
         &self.0.hub.shared
     }
 
-    fn check_open(&self) -> Result<()> {
+    /// Drives while waiting, then sleeps; false if `until` came first.
+    pub(crate) fn wait_helping(&self, wait: &Completion, until: Option<Instant>) -> bool {
+        if until.is_none_or(|until| until > Instant::now()) {
+            self.0.hub.help(wait, until);
+        }
+        wait.wait_until(until)
+    }
+
+    /// An operation that has been posted, as its caller sees it.
+    pub(crate) fn transfer(&self, completion: Arc<Completion>, id: OpId) -> Transfer {
+        Transfer {
+            completion,
+            id,
+            engine: Some(self.0.hub.clone()),
+        }
+    }
+
+    pub(crate) fn hub(&self) -> &Arc<Hub> {
+        &self.0.hub
+    }
+
+    pub(crate) fn check_open(&self) -> Result<()> {
         fork::check(self.0.born)?;
         if self.is_closed() {
             Err(Error::closed())
@@ -992,6 +1018,7 @@ impl Handle {
         if first {
             self.hub.shared.events.close();
             self.hub.shared.inbox.close();
+            self.hub.shared.channels.close();
             let thread = self.thread.lock().take();
             if let (true, Some(thread)) = (ended, thread) {
                 // It has said that it ends; a panic of it was reported when it happened.

@@ -50,6 +50,8 @@ pub struct Error {
     kind: ErrorKind,
     peer: Option<Box<LogicalId>>,
     text: Box<str>,
+    /// No allocation while it is empty, as it nearly always is.
+    untaken: Box<[u64]>,
 }
 
 /// `Result` with the crate's error.
@@ -62,6 +64,7 @@ impl Error {
             kind,
             peer: None,
             text: text.into().into_boxed_str(),
+            untaken: Box::default(),
         }
     }
 
@@ -80,6 +83,19 @@ impl Error {
     pub fn with_peer(mut self, peer: &LogicalId) -> Self {
         self.peer = Some(Box::new(peer.clone()));
         self
+    }
+
+    /// Names the steps of a channel that failed whose slots had not been released.
+    #[must_use]
+    pub(crate) fn with_untaken(mut self, untaken: Vec<u64>) -> Self {
+        self.untaken = untaken.into_boxed_slice();
+        self
+    }
+
+    /// Of a failed step channel: the correlation numbers of the steps whose slots had not been released, in the order
+    /// of their sends. Empty for every other error.
+    pub fn untaken(&self) -> &[u64] {
+        &self.untaken
     }
 
     /// What kind of failure it was.

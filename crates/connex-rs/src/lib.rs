@@ -3,6 +3,7 @@
 //!
 //! [`Engine`] is the way in. See `docs/architecture.md` in the repository for how it is built.
 
+pub mod channel;
 mod clock;
 mod completion;
 pub mod config;
@@ -25,6 +26,7 @@ mod transfer;
 pub mod transport;
 pub mod wire;
 
+pub use channel::{ChannelConfig, Receiver, Sender, Step};
 pub use clock::now_ns;
 pub use config::{Config, TransportChoice};
 pub use engine::{Engine, Range, Recipient, Transfer};

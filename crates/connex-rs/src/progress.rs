@@ -181,6 +181,11 @@ impl Hub {
         until: Option<Instant>,
     ) {
         self.commands.push(command);
+        self.help(completion, until);
+    }
+
+    /// As [`command_and_help`](Self::command_and_help), for something that no command of ours brings about.
+    pub(crate) fn help(self: &Arc<Self>, completion: &Completion, until: Option<Instant>) {
         if self.helping.swap(true, Ordering::AcqRel) {
             // Somebody helps already and takes our command along.
             return self.serve();

@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use crate::channel::Outlet;
 use crate::completion::Completion;
 use crate::core::one_sided;
 use crate::error::Error;
@@ -54,6 +55,8 @@ pub(crate) enum Work {
     },
     /// Sends a message; done when it is accepted for sending.
     Message(Letter),
+    /// Asks for a channel; done when the peer has been asked.
+    Open(Arc<Outlet>),
 }
 
 /// A message on its way out.
@@ -95,6 +98,8 @@ pub(crate) struct Op {
     pub(crate) one_sided: Option<one_sided::Progress>,
     /// Its entry in the set of timers.
     pub(crate) timer: Option<u64>,
+    /// The channel whose step or opening it is: fails with it.
+    pub(crate) channel: Option<Arc<Outlet>>,
 }
 
 impl Op {
@@ -105,6 +110,7 @@ impl Op {
                 elements.iter().map(|e| e.len).sum()
             }
             Work::Message(letter) => letter.bytes.len(),
+            Work::Open(_) => 0,
         }
     }
 
@@ -147,7 +153,7 @@ impl Op {
 
     /// Whether it moves memory (and is counted as a transfer).
     pub(crate) fn is_transfer(&self) -> bool {
-        !matches!(self.work, Work::Message(_))
+        !matches!(self.work, Work::Message(_) | Work::Open(_))
     }
 
     /// Whether it writes the caller's memory.
@@ -163,7 +169,7 @@ impl Op {
                     e.local < addr.saturating_add(len) && addr < e.local.saturating_add(e.len)
                 })
             }
-            Work::Message(_) => false,
+            Work::Message(_) | Work::Open(_) => false,
         }
     }
 
@@ -201,6 +207,7 @@ impl Op {
                 }
             }
             Work::Message(_) => format!("message of {bytes} bytes"),
+            Work::Open(outlet) => format!("opening of {outlet:?}"),
         }
     }
 }

@@ -141,6 +141,47 @@ pub enum Message {
         /// First byte of the region.
         base: u64,
     },
+    /// Control of a step channel. Body: a name, a sentence, or slots.
+    Channel(Control),
+}
+
+/// Control of a step channel. `channel` is named by the sender of its steps, anew for each channel of its life.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Control {
+    /// Which channel, by the name that the sender of its steps gave it.
+    pub channel: u64,
+    /// What is to happen.
+    pub verb: ChannelVerb,
+}
+
+/// What is to happen to a step channel.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ChannelVerb {
+    /// From the sender of steps: make a ring. Body: the channel's name.
+    Open {
+        /// Slots of the ring.
+        slots: u64,
+        /// Bytes of a slot.
+        slot_bytes: u64,
+    },
+    /// From the receiver of steps: here it is.
+    Accept {
+        /// First byte of the ring in the receiver.
+        ring: u64,
+    },
+    /// From the receiver of steps: there will be none. Body: a sentence.
+    Refuse,
+    /// From the receiver of steps: these slots are free again. Body: their numbers, 32 bits each.
+    Credit,
+    /// From the sender of steps: no step follows.
+    End {
+        /// Steps sent in all.
+        count: u64,
+        /// Closed in order; else abandoned.
+        clean: bool,
+    },
+    /// From the receiver of steps: it takes no more.
+    Quit,
 }
 
 /// The fixed part of hello and welcome.
@@ -268,12 +309,19 @@ const KEY_ASK: u8 = 17;
 const KEY_IS: u8 = 18;
 const KEY_DROP: u8 = 19;
 const KEY_DROPPED: u8 = 20;
+const CHANNEL_OPEN: u8 = 21;
+const CHANNEL_ACCEPT: u8 = 22;
+const CHANNEL_REFUSE: u8 = 23;
+const CHANNEL_CREDIT: u8 = 24;
+const CHANNEL_END: u8 = 25;
+const CHANNEL_QUIT: u8 = 26;
 
 const WRITE_LAST: u8 = 1;
 const WRITE_FLAG: u8 = 2;
 const LOST_SOME: u8 = 1;
 const LOST_BY_SENDER: u8 = 2;
 const MSG_SIGNALS: u8 = 1;
+const END_CLEAN: u8 = 1;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -416,6 +464,19 @@ pub fn encode(message: &Message) -> Head {
         Message::KeyIs { req, base, len } => numbers(KEY_IS, 0, 0, req, base, len, 0),
         Message::KeyDrop { base } => numbers(KEY_DROP, 0, 0, base, 0, 0, 0),
         Message::KeyDropped { base } => numbers(KEY_DROPPED, 0, 0, base, 0, 0, 0),
+        Message::Channel(Control { channel, verb }) => {
+            let (kind, flags, b, c) = match verb {
+                ChannelVerb::Open { slots, slot_bytes } => (CHANNEL_OPEN, 0, slots, slot_bytes),
+                ChannelVerb::Accept { ring } => (CHANNEL_ACCEPT, 0, ring, 0),
+                ChannelVerb::Refuse => (CHANNEL_REFUSE, 0, 0, 0),
+                ChannelVerb::Credit => (CHANNEL_CREDIT, 0, 0, 0),
+                ChannelVerb::End { count, clean } => {
+                    (CHANNEL_END, if clean { END_CLEAN } else { 0 }, count, 0)
+                }
+                ChannelVerb::Quit => (CHANNEL_QUIT, 0, 0, 0),
+            };
+            numbers(kind, flags, 0, channel, b, c, 0)
+        }
     }
 }
 
@@ -474,7 +535,7 @@ pub fn decode(head: &[u8]) -> Result<Message, Refuse> {
                 mac: parse::<MacHead>(head)?.mac,
             });
         }
-        REFUSAL..=KEY_DROPPED => {}
+        REFUSAL..=CHANNEL_QUIT => {}
         other => return Err(Refuse(format!("unknown kind of frame {other}"))),
     }
     let n: &NumbersHead = parse(head)?;
@@ -546,7 +607,24 @@ pub fn decode(head: &[u8]) -> Result<Message, Refuse> {
             len: c,
         },
         KEY_DROP => Message::KeyDrop { base: a },
-        _ => Message::KeyDropped { base: a },
+        KEY_DROPPED => Message::KeyDropped { base: a },
+        _ => Message::Channel(Control {
+            channel: a,
+            verb: match kind {
+                CHANNEL_OPEN => ChannelVerb::Open {
+                    slots: b,
+                    slot_bytes: c,
+                },
+                CHANNEL_ACCEPT => ChannelVerb::Accept { ring: b },
+                CHANNEL_REFUSE => ChannelVerb::Refuse,
+                CHANNEL_CREDIT => ChannelVerb::Credit,
+                CHANNEL_END => ChannelVerb::End {
+                    count: b,
+                    clean: n.flags & END_CLEAN != 0,
+                },
+                _ => ChannelVerb::Quit,
+            },
+        }),
     })
 }
 
@@ -673,6 +751,10 @@ mod tests {
 
     use super::*;
 
+    fn channel(verb: ChannelVerb) -> Message {
+        Message::Channel(Control { channel: 7, verb })
+    }
+
     fn all() -> Vec<Message> {
         let greet = Greet {
             link: u64::MAX,
@@ -757,6 +839,22 @@ mod tests {
             },
             Message::KeyDrop { base: 1 },
             Message::KeyDropped { base: 1 },
+            channel(ChannelVerb::Open {
+                slots: 4,
+                slot_bytes: u64::MAX,
+            }),
+            channel(ChannelVerb::Accept { ring: 1 << 40 }),
+            channel(ChannelVerb::Refuse),
+            channel(ChannelVerb::Credit),
+            channel(ChannelVerb::End {
+                count: 3,
+                clean: true,
+            }),
+            channel(ChannelVerb::End {
+                count: 0,
+                clean: false,
+            }),
+            channel(ChannelVerb::Quit),
         ]
     }
 
@@ -817,7 +915,7 @@ mod tests {
         }
 
         #[test]
-        fn what_decodes_encodes_to_an_equal_message(mut bytes in prop::collection::vec(any::<u8>(), 40), kind in 1u8..21) {
+        fn what_decodes_encodes_to_an_equal_message(mut bytes in prop::collection::vec(any::<u8>(), 40), kind in 1u8..27) {
             bytes[0] = kind;
             if let Ok(message) = decode(&bytes) {
                 prop_assert_eq!(decode(encode(&message).as_slice()), Ok(message));

@@ -385,6 +385,7 @@ impl Core {
             self.shared.counters.live_peers.sub_one();
             self.shared.paths.lock().remove(&*self.peers[peer].id);
             self.shared.inbox.forget(conn);
+            self.channels_lost(conn, &error);
         }
         if !self.release(conn, error) {
             return;

@@ -6,6 +6,7 @@
 //! [`handshake`] (who is there), [`links`] (a link's life), [`requests`] (what peers ask of us),
 //! [`operations`] (what we ask of peers), [`one_sided`] (where hardware does it), [`letters`] (messages), [`tick`] (time).
 
+mod channels;
 mod handshake;
 mod letters;
 mod links;
@@ -20,6 +21,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use crate::channel::{Channels, Outlet, Request};
 use crate::completion::Completion;
 use crate::error::{Error, Result};
 use crate::event::{Event, EventKind, EventQueue};
@@ -60,6 +62,7 @@ pub(crate) struct Shared {
     pub(crate) events: EventQueue,
     pub(crate) inbox: Inbox,
     pub(crate) registry: Mutex<Registry>,
+    pub(crate) channels: Channels,
     pub(crate) secret: Option<Vec<u8>>,
     /// Interval and timeout in nanoseconds.
     pub(crate) heartbeats: Option<(u64, u64)>,
@@ -76,6 +79,8 @@ pub(crate) enum Target {
     Url(Arc<PeerUrl>),
     /// Must have a live link.
     Id(LogicalId),
+    /// The link that the channel is bound to and no other: the addresses are of that life of the peer (I4).
+    Channel(Arc<Outlet>),
 }
 
 /// What the application wants.
@@ -108,6 +113,8 @@ pub(crate) enum Command {
         addr: usize,
         completion: Arc<Completion>,
     },
+    /// A handle of a channel wants something.
+    Channel(Request),
     /// A region is to go and these connections still use it.
     Evict {
         conns: Vec<ConnId>,
@@ -462,6 +469,7 @@ impl Core {
             Command::Resolved { peer, link, result } => self.resolved(&peer, link, result),
             Command::Owed(owed) => self.owed(owed),
             Command::Withdraw { addr, completion } => self.withdraw(addr as u64, completion),
+            Command::Channel(request) => self.channel_request(request),
             Command::Evict { conns, addr, len } => self.evict(&conns, addr, len),
             Command::Close => self.begin_close(),
         }

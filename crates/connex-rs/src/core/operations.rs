@@ -40,6 +40,14 @@ impl Core {
                 .get(peer)
                 .copied()
                 .filter(|&p| self.peers[p].live.is_some()),
+            Target::Channel(outlet) => self.by_id.get(&outlet.peer.id).copied().filter(|&p| {
+                let conn = self.peers[p].live.filter(|&conn| self.is_live(conn));
+                conn.is_some() && conn == outlet.conn() && self.peers[p].leaving.is_none()
+            }),
+        };
+        let channel = match (&target, &work) {
+            (Target::Channel(outlet), _) | (_, Work::Open(outlet)) => Some(outlet.clone()),
+            _ => None,
         };
         self.shared.counters.inflight.add_one();
         let op = Op {
@@ -53,15 +61,17 @@ impl Core {
             doom: None,
             one_sided: None,
             timer: None,
+            channel,
         };
         self.ops.insert(id, op);
         let Some(peer) = peer else {
-            let Target::Id(wanted) = target else { return };
-            let text = "no link to this peer: connect by its URL first";
-            return self.finish(
-                id,
-                Err(Error::new(ErrorKind::PeerFailed, text).with_peer(&wanted)),
-            );
+            let (wanted, text) = match &target {
+                Target::Id(wanted) => (wanted, "no link to this peer: connect by its URL first"),
+                Target::Url(url) => (&url.id, "no such peer"),
+                Target::Channel(outlet) => (&outlet.peer.id, "the link of this channel is gone"),
+            };
+            let error = Error::new(ErrorKind::PeerFailed, text).with_peer(wanted);
+            return self.finish(id, Err(error));
         };
         if self.closing.is_some() {
             return self.finish(id, Err(Error::closed()));
@@ -92,6 +102,10 @@ impl Core {
         };
         if op.is_empty() {
             return self.finish(id, Ok(()));
+        }
+        if let Work::Open(outlet) = &op.work {
+            let outlet = outlet.clone();
+            return self.open_channel(id, &outlet, conn);
         }
         if op.letter().is_some_and(|letter| letter.seq.is_none()) {
             self.peers[op.peer].letters.push_back(id);
@@ -134,7 +148,7 @@ impl Core {
                 queue.push_back(Stream::Write(id));
                 self.pump_later(conn);
             }
-            Work::Message(_) => {}
+            Work::Message(_) | Work::Open(_) => {}
         }
         self.set_timer(id);
     }
@@ -294,7 +308,9 @@ impl Core {
                 };
                 self.finish(req, result);
             }
-            Work::Message(_) => return Err(Refuse("an answer to a message".into())),
+            Work::Message(_) | Work::Open(_) => {
+                return Err(Refuse("an answer to a message".into()));
+            }
         }
         Ok(())
     }
@@ -536,6 +552,9 @@ impl Core {
             && let Err(error) = &result
         {
             super::debug_line(&format!("{} failed: {error}", op.describe()));
+        }
+        if let (Some(outlet), Err(error)) = (&op.channel, &result) {
+            self.channel_failed(outlet, error);
         }
         if op.completion.finish(result) {
             self.woken.push(op.completion);

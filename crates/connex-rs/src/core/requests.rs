@@ -70,7 +70,9 @@ impl Upcalls for Core {
             | Message::Confirm { .. }
             | Message::Goodbye { .. } => self.text(conn, message, body_len),
             _ if !live => Err(Refuse("data before the handshake is complete".into())),
-            Message::Done { .. } | Message::KeyIs { .. } => self.text(conn, message, body_len),
+            Message::Done { .. } | Message::KeyIs { .. } | Message::Channel(_) => {
+                self.text(conn, message, body_len)
+            }
             Message::Data { req, elem, offset } => {
                 self.place_data(conn, req, elem, offset, body_len)
             }
@@ -114,6 +116,7 @@ impl Upcalls for Core {
             ) => {
                 store_flag(&flag, &value);
                 self.write_placed(conn, req, last, bytes);
+                self.flag_stored(conn, flag.addr);
                 Ok(())
             }
             (
@@ -174,6 +177,7 @@ impl Core {
                 self.on_done(conn, req, code, elem, &String::from_utf8_lossy(body))
             }
             Message::KeyIs { req, base, len } => self.on_key(conn, req, base, len, body.to_vec()),
+            Message::Channel(control) => self.on_channel(conn, control, body),
             greeting => self.on_greeting(conn, greeting, body),
         }
     }
