@@ -970,10 +970,20 @@ impl Engine {
 
     /// Drives while waiting, then sleeps; false if `until` came first.
     pub(crate) fn wait_helping(&self, wait: &Completion, until: Option<Instant>) -> bool {
+        self.wait_helping_for(wait, until, || false)
+    }
+
+    /// As [`wait_helping`](Self::wait_helping), and while it drives looks for what may show without this engine's doing.
+    pub(crate) fn wait_helping_for(
+        &self,
+        wait: &Completion,
+        until: Option<Instant>,
+        ready: impl Fn() -> bool,
+    ) -> bool {
         if until.is_none_or(|until| until > Instant::now()) {
-            self.0.hub.help(wait, until);
+            self.0.hub.help(wait, until, &ready);
         }
-        wait.wait_until(until)
+        wait.is_done() || ready() || wait.wait_until(until)
     }
 
     /// An operation that has been posted, as its caller sees it.

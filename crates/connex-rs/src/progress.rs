@@ -181,11 +181,17 @@ impl Hub {
         until: Option<Instant>,
     ) {
         self.commands.push(command);
-        self.help(completion, until);
+        self.help(completion, until, || false);
     }
 
-    /// As [`command_and_help`](Self::command_and_help), for something that no command of ours brings about.
-    pub(crate) fn help(self: &Arc<Self>, completion: &Completion, until: Option<Instant>) {
+    /// As [`command_and_help`](Self::command_and_help), for something that no command of ours brings about, and that
+    /// may show without this engine's doing: `ready` looks for it, briefly and without waiting.
+    pub(crate) fn help(
+        self: &Arc<Self>,
+        completion: &Completion,
+        until: Option<Instant>,
+        ready: impl Fn() -> bool,
+    ) {
         if self.helping.swap(true, Ordering::AcqRel) {
             // Somebody helps already and takes our command along.
             return self.serve();
@@ -196,7 +202,7 @@ impl Hub {
         let mut busy = Instant::now();
         loop {
             let n = driver.turn(self);
-            if completion.is_done() {
+            if completion.is_done() || ready() {
                 break;
             }
             if n > 0 {

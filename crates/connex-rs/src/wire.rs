@@ -182,6 +182,8 @@ pub enum ChannelVerb {
     },
     /// From the receiver of steps: it takes no more.
     Quit,
+    /// From the sender of steps: hardware has stored a flag word.
+    Landed,
 }
 
 /// The fixed part of hello and welcome.
@@ -315,6 +317,7 @@ const CHANNEL_REFUSE: u8 = 23;
 const CHANNEL_CREDIT: u8 = 24;
 const CHANNEL_END: u8 = 25;
 const CHANNEL_QUIT: u8 = 26;
+const CHANNEL_LANDED: u8 = 27;
 
 const WRITE_LAST: u8 = 1;
 const WRITE_FLAG: u8 = 2;
@@ -474,6 +477,7 @@ pub fn encode(message: &Message) -> Head {
                     (CHANNEL_END, if clean { END_CLEAN } else { 0 }, count, 0)
                 }
                 ChannelVerb::Quit => (CHANNEL_QUIT, 0, 0, 0),
+                ChannelVerb::Landed => (CHANNEL_LANDED, 0, 0, 0),
             };
             numbers(kind, flags, 0, channel, b, c, 0)
         }
@@ -535,7 +539,7 @@ pub fn decode(head: &[u8]) -> Result<Message, Refuse> {
                 mac: parse::<MacHead>(head)?.mac,
             });
         }
-        REFUSAL..=CHANNEL_QUIT => {}
+        REFUSAL..=CHANNEL_LANDED => {}
         other => return Err(Refuse(format!("unknown kind of frame {other}"))),
     }
     let n: &NumbersHead = parse(head)?;
@@ -622,7 +626,8 @@ pub fn decode(head: &[u8]) -> Result<Message, Refuse> {
                     count: b,
                     clean: n.flags & END_CLEAN != 0,
                 },
-                _ => ChannelVerb::Quit,
+                CHANNEL_QUIT => ChannelVerb::Quit,
+                _ => ChannelVerb::Landed,
             },
         }),
     })
@@ -855,6 +860,7 @@ mod tests {
                 clean: false,
             }),
             channel(ChannelVerb::Quit),
+            channel(ChannelVerb::Landed),
         ]
     }
 
@@ -915,7 +921,7 @@ mod tests {
         }
 
         #[test]
-        fn what_decodes_encodes_to_an_equal_message(mut bytes in prop::collection::vec(any::<u8>(), 40), kind in 1u8..27) {
+        fn what_decodes_encodes_to_an_equal_message(mut bytes in prop::collection::vec(any::<u8>(), 40), kind in 1u8..28) {
             bytes[0] = kind;
             if let Ok(message) = decode(&bytes) {
                 prop_assert_eq!(decode(encode(&message).as_slice()), Ok(message));

@@ -8,26 +8,83 @@ use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
 use connex_rs::channel::{ALIGN, Array, DType, OwnedArray};
+use connex_rs::transport::ConnIds;
+use connex_rs::transport::memory::Network;
 use connex_rs::{
     ChannelConfig, Config, Engine, ErrorKind, LogicalId, Receiver, Recipient, Sender, Step,
+    TransportChoice,
 };
 
 const WAIT: Option<Duration> = Some(Duration::from_secs(60));
 const SHORT: Option<Duration> = Some(Duration::from_millis(50));
 
-fn engine_with(stage: u32, change: impl FnOnce(&mut Config)) -> Engine {
-    let mut config = Config::new(LogicalId::new("channel", stage, 0, 0).expect("valid"));
-    config.listen_ip = "127.0.0.1".into();
-    change(&mut config);
-    Engine::start(config).expect("start")
+/// What carries the bytes.
+enum Lab {
+    /// The peer's engine stores what comes.
+    Requested,
+    /// Hardware stores it, as far as the engine can tell: nothing of a step passes through the owner's engine.
+    OneSided(Network),
 }
 
-fn engine(stage: u32) -> Engine {
-    engine_with(stage, |_| ())
+impl Lab {
+    fn engine_with(&self, stage: u32, change: impl FnOnce(&mut Config)) -> Engine {
+        let mut config = Config::new(LogicalId::new("channel", stage, 0, 0).expect("valid"));
+        config.listen_ip = "127.0.0.1".into();
+        config.transport = TransportChoice::Tcp;
+        change(&mut config);
+        match self {
+            Lab::Requested => Engine::start(config),
+            Lab::OneSided(network) => {
+                Engine::start_over(config, Box::new(network.endpoint(ConnIds::default())))
+            }
+        }
+        .expect("start")
+    }
+
+    fn engine(&self, stage: u32) -> Engine {
+        self.engine_with(stage, |_| ())
+    }
+
+    fn pair(&self) -> (Engine, Engine) {
+        (self.engine(0), self.engine(1))
+    }
+}
+
+/// Instantiates each test for both ways of moving bytes.
+macro_rules! both_ways {
+    ($($test:ident),+ $(,)?) => {
+        mod requested {
+            $(#[test] fn $test() { super::$test(&super::Lab::Requested); })+
+        }
+        mod one_sided {
+            $(#[test] fn $test() {
+                super::$test(&super::Lab::OneSided(connex_rs::transport::memory::Network::default()));
+            })+
+        }
+    };
 }
 
 fn ring(slots: usize, slot_bytes: usize) -> ChannelConfig {
     ChannelConfig { slots, slot_bytes }
+}
+
+both_ways! {
+    arrays_arrive_as_they_were_sent,
+    flow_control_waits_and_never_drops,
+    a_step_that_is_too_large_is_invalid_and_the_channel_stays,
+    a_clean_close_ends_the_iteration_after_the_last_step,
+    a_channel_without_steps_has_an_end_too,
+    a_sender_dropped_unclosed_is_a_failure,
+    a_receiver_dropped_early_fails_the_sender_with_what_was_not_released,
+    a_receiver_that_never_accepts_keeps_nobody,
+    openings_are_bounded_and_refused_with_a_reason,
+    control_does_not_show_up_among_messages,
+    closing_an_engine_wakes_everybody,
+    futures_do_the_same,
+    many_threads_share_both_ends,
+    small_steps_arrive_intact,
+    middling_steps_arrive_intact,
+    large_steps_arrive_intact,
 }
 
 /// A channel from `a` to `b`.
@@ -97,9 +154,8 @@ fn pattern(step: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-#[test]
-fn arrays_arrive_as_they_were_sent() {
-    let (a, b) = (engine(0), engine(1));
+fn arrays_arrive_as_they_were_sent(lab: &Lab) {
+    let (a, b) = lab.pair();
     let (sender, receiver) = channel(&a, &b, ring(4, 1 << 16));
     let floats: Vec<f32> = (0..600).map(|n| n as f32 * 0.5).collect();
     let odd = DType::from_name("float8_e4m3fn");
@@ -140,9 +196,8 @@ fn arrays_arrive_as_they_were_sent() {
     assert!(Array::of(&floats, &[601]).is_err());
 }
 
-#[test]
-fn flow_control_waits_and_never_drops() {
-    let (a, b) = (engine(0), engine(1));
+fn flow_control_waits_and_never_drops(lab: &Lab) {
+    let (a, b) = lab.pair();
     let (sender, receiver) = channel(&a, &b, ring(3, 4096));
     for n in 0..3 {
         let transfer = sender
@@ -180,9 +235,8 @@ fn flow_control_waits_and_never_drops() {
     assert!(sender.untaken().is_empty());
 }
 
-#[test]
-fn a_step_that_is_too_large_is_invalid_and_the_channel_stays() {
-    let (a, b) = (engine(0), engine(1));
+fn a_step_that_is_too_large_is_invalid_and_the_channel_stays(lab: &Lab) {
+    let (a, b) = lab.pair();
     let (sender, receiver) = channel(&a, &b, ring(1, 1000));
     let large = vec![0u8; 1025];
     let error = sender
@@ -207,9 +261,8 @@ fn a_step_that_is_too_large_is_invalid_and_the_channel_stays() {
     }
 }
 
-#[test]
-fn a_clean_close_ends_the_iteration_after_the_last_step() {
-    let (a, b) = (engine(0), engine(1));
+fn a_clean_close_ends_the_iteration_after_the_last_step(lab: &Lab) {
+    let (a, b) = lab.pair();
     let (sender, receiver) = channel(&a, &b, ring(4, 1 << 20));
     let taker = thread::spawn(move || {
         let corrs: Vec<u64> = receiver
@@ -232,9 +285,8 @@ fn a_clean_close_ends_the_iteration_after_the_last_step() {
     assert_eq!(taker.join().expect("no panic"), (0..20).collect::<Vec<_>>());
 }
 
-#[test]
-fn a_channel_without_steps_has_an_end_too() {
-    let (a, b) = (engine(0), engine(1));
+fn a_channel_without_steps_has_an_end_too(lab: &Lab) {
+    let (a, b) = lab.pair();
     let sender = a
         .channel(b.local_url(), "", ChannelConfig::default())
         .expect("open");
@@ -243,9 +295,8 @@ fn a_channel_without_steps_has_an_end_too() {
     assert!(receiver.recv(WAIT).expect("clean").is_none());
 }
 
-#[test]
-fn a_sender_dropped_unclosed_is_a_failure() {
-    let (a, b) = (engine(0), engine(1));
+fn a_sender_dropped_unclosed_is_a_failure(lab: &Lab) {
+    let (a, b) = lab.pair();
     let (sender, receiver) = channel(&a, &b, ring(4, 4096));
     sender.send_owned(&numbers(1), 71, WAIT).expect("send");
     sender.send_owned(&numbers(2), 72, WAIT).expect("send");
@@ -258,9 +309,8 @@ fn a_sender_dropped_unclosed_is_a_failure() {
     assert_eq!(held[0].elements::<u64>(), Some(&[1; 16][..]));
 }
 
-#[test]
-fn a_receiver_dropped_early_fails_the_sender_with_what_was_not_released() {
-    let (a, b) = (engine(0), engine(1));
+fn a_receiver_dropped_early_fails_the_sender_with_what_was_not_released(lab: &Lab) {
+    let (a, b) = lab.pair();
     let (sender, receiver) = channel(&a, &b, ring(4, 4096));
     for n in 10..14 {
         sender.send_owned(&numbers(n), n, WAIT).expect("send");
@@ -287,9 +337,8 @@ fn a_receiver_dropped_early_fails_the_sender_with_what_was_not_released() {
     assert_eq!(next(&receiver).corr(), 3);
 }
 
-#[test]
-fn a_receiver_that_never_accepts_keeps_nobody() {
-    let (a, b) = (engine(0), engine(1));
+fn a_receiver_that_never_accepts_keeps_nobody(lab: &Lab) {
+    let (a, b) = lab.pair();
     let sender = a
         .channel(b.local_url(), "later", ring(2, 4096))
         .expect("open");
@@ -319,12 +368,9 @@ fn a_receiver_that_never_accepts_keeps_nobody() {
     assert_eq!(b.stats().regions, 0, "rings are not the caller's regions");
 }
 
-#[test]
-fn openings_are_bounded_and_refused_with_a_reason() {
-    let (a, b) = (
-        engine(0),
-        engine_with(1, |config| config.channel_bytes = 1 << 20),
-    );
+fn openings_are_bounded_and_refused_with_a_reason(lab: &Lab) {
+    let a = lab.engine(0);
+    let b = lab.engine_with(1, |config| config.channel_bytes = 1 << 20);
     let large = a
         .channel(b.local_url(), "", ring(2, 1 << 20))
         .expect("open");
@@ -351,9 +397,8 @@ fn openings_are_bounded_and_refused_with_a_reason() {
     }
 }
 
-#[test]
-fn control_does_not_show_up_among_messages() {
-    let (a, b) = (engine(0), engine(1));
+fn control_does_not_show_up_among_messages(lab: &Lab) {
+    let (a, b) = lab.pair();
     let (sender, receiver) = channel(&a, &b, ring(2, 4096));
     a.send_msg(Recipient::Url(b.local_url()), b"plain".to_vec(), WAIT)
         .expect("send");
@@ -369,9 +414,8 @@ fn control_does_not_show_up_among_messages() {
     assert!(a.recv_msg(SHORT).is_none());
 }
 
-#[test]
-fn closing_an_engine_wakes_everybody() {
-    let (a, b) = (engine(0), engine(1));
+fn closing_an_engine_wakes_everybody(lab: &Lab) {
+    let (a, b) = lab.pair();
     let (sender, receiver) = channel(&a, &b, ring(1, 4096));
     let unaccepted = a
         .channel(b.local_url(), "unaccepted", ring(1, 4096))
@@ -404,9 +448,8 @@ fn closing_an_engine_wakes_everybody() {
     assert_eq!(held[0].elements::<u64>(), Some(&[1; 16][..]));
 }
 
-#[test]
-fn futures_do_the_same() {
-    let (a, b) = (engine(0), engine(1));
+fn futures_do_the_same(lab: &Lab) {
+    let (a, b) = lab.pair();
     let sender = a.channel(b.local_url(), "", ring(2, 4096)).expect("open");
     let taker = thread::spawn({
         let b = b.clone();
@@ -430,9 +473,8 @@ fn futures_do_the_same() {
     assert_eq!(taker.join().expect("no panic"), 499 * 500);
 }
 
-#[test]
-fn many_threads_share_both_ends() {
-    let (a, b) = (engine(0), engine(1));
+fn many_threads_share_both_ends(lab: &Lab) {
+    let (a, b) = lab.pair();
     let (sender, receiver) = channel(&a, &b, ring(5, 1 << 17));
     const EACH: u64 = 200;
     let taken = thread::scope(|scope| {
@@ -480,8 +522,8 @@ fn many_threads_share_both_ends() {
 }
 
 /// Steps of `len` bytes, several in flight, with a checksum in the consumer.
-fn checked(count: u64, len: usize, slots: usize) {
-    let (a, b) = (engine(0), engine(1));
+fn checked(lab: &Lab, count: u64, len: usize, slots: usize) {
+    let (a, b) = lab.pair();
     let (sender, receiver) = channel(&a, &b, ring(slots, len));
     let distinct: Vec<OwnedArray> = (0..count.min(slots as u64 + 3))
         .map(|n| OwnedArray::of(pattern(n, len), &[len]).expect("sound"))
@@ -523,23 +565,20 @@ fn soak(default: u64, soak: u64) -> u64 {
     }
 }
 
-#[test]
-fn small_steps_arrive_intact() {
+fn small_steps_arrive_intact(lab: &Lab) {
     let by_default = if cfg!(debug_assertions) {
         20_000
     } else {
         100_000
     };
-    checked(soak(by_default, 1_000_000), 256, 16);
+    checked(lab, soak(by_default, 1_000_000), 256, 16);
 }
 
-#[test]
-fn middling_steps_arrive_intact() {
-    checked(soak(300, 100_000), 64 << 10, 4);
-    checked(soak(40, 10_000), 1 << 20, 4);
+fn middling_steps_arrive_intact(lab: &Lab) {
+    checked(lab, soak(300, 100_000), 64 << 10, 4);
+    checked(lab, soak(40, 10_000), 1 << 20, 4);
 }
 
-#[test]
-fn large_steps_arrive_intact() {
-    checked(soak(4, 1000), 64 << 20, 2);
+fn large_steps_arrive_intact(lab: &Lab) {
+    checked(lab, soak(4, 1000), 64 << 20, 2);
 }

@@ -51,10 +51,11 @@ fn make_ring(engine: &Engine, open: Open) -> Result<Option<Arc<Inlet>>> {
     let made = Pages::new(bytes).map(Arc::new).and_then(|pages| {
         let addr = pages.addr();
         let owner = Some(pages.clone() as _);
+        // Not write-only: one-sided access cannot tell reading and writing apart.
         shared
             .registry
             .lock()
-            .register(addr, bytes, Access::WriteOnly, owner)?;
+            .register(addr, bytes, Access::ReadWrite, owner)?;
         Ok(pages)
     });
     match made {
@@ -133,8 +134,10 @@ impl Receiver {
             match self.inlet.take()? {
                 Attempt::Done(taken) => return Ok(taken.map(|taken| self.step(taken))),
                 Attempt::Wait(wait) => {
-                    if !self.engine.wait_helping(&wait, until) {
-                        self.inlet.forget_wait(&wait);
+                    let ready = || self.inlet.is_ready();
+                    let came = self.engine.wait_helping_for(&wait, until, ready);
+                    self.inlet.forget_wait(&wait);
+                    if !came {
                         let text = format!(
                             "channel {:?}: no step within {:?}",
                             self.name(),

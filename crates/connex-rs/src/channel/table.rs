@@ -449,6 +449,15 @@ impl Inlet {
         self.state.lock().machine.untaken()
     }
 
+    /// Whether [`take`](Self::take) would not wait: for a caller that polls.
+    pub(crate) fn is_ready(&self) -> bool {
+        let mut state = self.state.lock();
+        let next = state
+            .machine
+            .next(|slot| self.flag(slot).load(Ordering::Acquire));
+        next != Next::Wait || state.gone.is_some()
+    }
+
     // ---- the core's side ----
 
     pub(crate) fn take_credits(&self) -> Vec<u32> {
@@ -714,12 +723,12 @@ impl Channels {
 
     // ---- receiving ends ----
 
-    /// Takes a ring out of the table; its address, if it was there: to be unregistered.
-    pub(crate) fn retire(&self, inlet: &Inlet) -> Option<usize> {
+    /// Takes a ring out of the table, to be unregistered; `None` if it was not there.
+    pub(crate) fn retire(&self, inlet: &Inlet) -> Option<Arc<Inlet>> {
         let mut inner = self.inner.lock();
         let removed = inner.remove(inlet);
         self.rings.store(inner.by_addr.len(), Ordering::Release);
-        removed.map(|inlet| inlet.base())
+        removed
     }
 
     /// A flag was stored at `addr` for the peer of `conn`. Returns a ring that is not needed any more.
@@ -736,6 +745,18 @@ impl Channels {
         let (base, inlet) = inner.by_addr.range(..=addr).next_back()?;
         inlet.layout.slot_of_flag((addr - base) as u64)?;
         (inlet.conn == conn && inlet.landed(woken)).then(|| inlet.clone())
+    }
+
+    /// The sender says that a flag was stored by hardware. Returns a ring that is not needed any more.
+    pub(crate) fn on_landed(
+        &self,
+        conn: ConnId,
+        channel: u64,
+        woken: &mut Waits,
+    ) -> Option<Arc<Inlet>> {
+        let inner = self.inner.lock();
+        let inlet = inner.inlets.get(&(conn, channel))?;
+        inlet.landed(woken).then(|| inlet.clone())
     }
 
     /// The sender says that no step follows. Returns a ring that is not needed any more.
@@ -758,8 +779,8 @@ impl Channels {
         Ok(None)
     }
 
-    /// A link is gone: so are the channels on it. Returns the addresses of their rings, to be unregistered.
-    pub(crate) fn lost(&self, conn: ConnId, error: &Error, woken: &mut Waits) -> Vec<usize> {
+    /// A link is gone: so are the channels on it. Returns their rings, to be unregistered.
+    pub(crate) fn lost(&self, conn: ConnId, error: &Error, woken: &mut Waits) -> Vec<Arc<Inlet>> {
         let mut inner = self.inner.lock();
         inner.opens.retain(|w| w.open.conn != conn);
         for outlet in inner.outlets.values() {
@@ -776,7 +797,7 @@ impl Channels {
             inner.remove(inlet);
         }
         self.rings.store(inner.by_addr.len(), Ordering::Release);
-        gone.iter().map(|inlet| inlet.base()).collect()
+        gone
     }
 
     /// The engine has closed: wakes all who wait.

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use super::{Core, Stage};
-use crate::channel::{Broken, End, Layout, MAX_NAME, Open, Outlet, Request, STEP_LOST};
+use crate::channel::{Broken, End, Inlet, Layout, MAX_NAME, Open, Outlet, Request, STEP_LOST};
+use crate::completion::Completion;
 use crate::error::{Error, ErrorKind};
-use crate::transfer::OpId;
+use crate::transfer::{Op, OpId, Work};
 use crate::transport::{ConnId, Refuse};
 use crate::wire::{ChannelVerb, Control, Message};
 
@@ -118,16 +119,27 @@ impl Core {
         }
     }
 
-    /// Nothing is written to a ring any more: peers lose their access. Its memory lives on while steps of it do.
-    fn retire_ring(&mut self, inlet: &crate::channel::Inlet) {
-        if let Some(addr) = self.shared.channels.retire(inlet) {
-            self.unregister_ring(addr);
+    /// Nothing is written to a ring any more: peers lose their access. Its memory lives on while steps of it do, and
+    /// until the device has forgotten it.
+    fn retire_ring(&mut self, inlet: &Inlet) {
+        if let Some(inlet) = self.shared.channels.retire(inlet) {
+            self.unregister_ring(inlet);
         }
     }
 
-    fn unregister_ring(&self, addr: usize) {
-        // The engine's close may have taken it out before.
-        let _ = self.shared.registry.lock().unregister(addr);
+    fn unregister_ring(&mut self, inlet: Arc<Inlet>) {
+        let base = inlet.base();
+        // Before the key is asked back, so that no new one is given.
+        let region = self.shared.registry.lock().unregister(base);
+        debug_assert!(region.is_ok(), "a ring that was not registered");
+        let forgotten = Arc::new(Completion::default());
+        self.old_rings.push((forgotten.clone(), inlet));
+        self.withdraw(base as u64, forgotten);
+    }
+
+    /// The device has forgotten some region.
+    pub(super) fn free_rings(&mut self) {
+        self.old_rings.retain(|(forgotten, _)| !forgotten.is_done());
     }
 
     /// A flag was stored in our memory for a peer.
@@ -140,8 +152,18 @@ impl Core {
 
     /// A link is gone: so are the channels on it.
     pub(super) fn channels_lost(&mut self, conn: ConnId, error: &Error) {
-        for addr in self.shared.channels.lost(conn, error, &mut self.woken) {
-            self.unregister_ring(addr);
+        for inlet in self.shared.channels.lost(conn, error, &mut self.woken) {
+            self.unregister_ring(inlet);
+        }
+    }
+
+    /// The chain of a step has ended well. Where hardware wrote it the receiver's engine has not seen it: it is told.
+    pub(super) fn step_done(&mut self, op: &Op) {
+        if let (Some(outlet), Some(conn), Work::Write { .. }) = (&op.channel, op.conn, &op.work)
+            && op.one_sided.is_some()
+            && self.is_live(conn)
+        {
+            self.control_channel(conn, outlet.id, ChannelVerb::Landed, Vec::new());
         }
     }
 
@@ -213,6 +235,12 @@ impl Core {
             ChannelVerb::End { count, clean } => {
                 let end = End { count, clean };
                 let unneeded = channels.on_end(conn, channel, end, &mut self.woken)?;
+                if let Some(inlet) = unneeded {
+                    self.retire_ring(&inlet);
+                }
+            }
+            ChannelVerb::Landed => {
+                let unneeded = channels.on_landed(conn, channel, &mut self.woken);
                 if let Some(inlet) = unneeded {
                     self.retire_ring(&inlet);
                 }

@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::channel::{Channels, Outlet, Request};
+use crate::channel::{Channels, Inlet, Outlet, Request};
 use crate::completion::Completion;
 use crate::error::{Error, Result};
 use crate::event::{Event, EventKind, EventQueue};
@@ -388,6 +388,8 @@ pub(crate) struct Core {
     /// Completions whose waiters are to be woken once the driver is released.
     woken: Vec<Arc<Completion>>,
     one_sided: one_sided::OneSidedState,
+    /// Rings that are not needed any more, until the device has forgotten them.
+    old_rings: Vec<(Arc<Completion>, Arc<Inlet>)>,
     strangers: usize,
     last_stranger_logged: u64,
     /// When peers and connections are to be looked at again.
@@ -413,6 +415,7 @@ impl Core {
             to_pump: Vec::new(),
             woken: Vec::new(),
             one_sided: one_sided::OneSidedState::default(),
+            old_rings: Vec::new(),
             strangers: 0,
             last_stranger_logged: 0,
             next_check: u64::MAX,

@@ -104,7 +104,7 @@ impl Core {
                 chain,
                 ..
             } => (elements, next, true, *chain),
-            Work::Message(_) => return,
+            Work::Message(_) | Work::Open(_) => return,
         };
         let count = elements.len();
         while op.doom.is_none() && !progress.asking && progress.out < IN_FLIGHT && *next < count {
@@ -509,6 +509,7 @@ impl Core {
         if completion.finish(Ok(())) {
             self.woken.push(completion.clone());
         }
+        self.free_rings();
     }
 
     /// Closes the links of peers that do not give keys back.

@@ -556,6 +556,9 @@ impl Core {
         if let (Some(outlet), Err(error)) = (&op.channel, &result) {
             self.channel_failed(outlet, error);
         }
+        if result.is_ok() {
+            self.step_done(&op);
+        }
         if op.completion.finish(result) {
             self.woken.push(op.completion);
         }
