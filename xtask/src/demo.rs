@@ -75,7 +75,10 @@ pub(crate) fn show(place: &Place, transport: Transport, profile: &str) -> Result
     };
     let mut owner = cxrma("owner");
     owner.args(["--ip", IP, "--json"]);
-    pair(&mut owner, cxrma("reader"))
+    let mut reader = cxrma("reader");
+    // Enough for a table to look at; without these `cxrma` measures everything, for minutes.
+    reader.args(["--only", "latency,stream", "--budget-ms", "300"]);
+    pair(&mut owner, reader)
 }
 
 /// Starts the owner, which prints a line of JSON with `url` and `addr`, and runs the reader with them. The owner is
