@@ -35,3 +35,8 @@ pub use event::{Event, EventKind};
 pub use identity::{LogicalId, PeerUrl};
 pub use region::Access;
 pub use stats::Stats;
+
+/// The README's examples are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
