@@ -1,7 +1,10 @@
 //! What `doctor` asks about the host.
 
+use std::net::IpAddr;
+
+use connex_rs::transport::ucx::settings::{self, Facts};
 use connex_ucx::Library;
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -33,4 +36,43 @@ pub(crate) fn interfaces(py: Python<'_>) -> Vec<(String, String)> {
         .into_iter()
         .map(|interface| (interface.name, interface.addr.to_string()))
         .collect()
+}
+
+/// The settings that an engine which advertises `ip` makes for UCX: `settings`, a list of `(variable, value, reason)`,
+/// `warnings`, `one_sided`, `shared_memory` and `rdma_devices`. Loads UCX. Raises `RuntimeError` as `ucx` does, `ValueError` for a bad
+/// address or one that the variables exclude.
+#[pyfunction]
+pub(crate) fn ucx_plan<'py>(py: Python<'py>, ip: &str) -> PyResult<Bound<'py, PyDict>> {
+    let addr: IpAddr = ip
+        .parse()
+        .map_err(|_| PyValueError::new_err(format!("{ip:?} is not an IP address")))?;
+    let library =
+        detached(py, Library::load).map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+    let facts = Facts::gather(library.version(), addr, connex_rs::host::interface_of(addr));
+    let plan = settings::plan(&facts).map_err(PyValueError::new_err)?;
+    let dict = PyDict::new(py);
+    let settings: Vec<_> = plan
+        .settings
+        .into_iter()
+        .map(|setting| (setting.variable, setting.value, setting.reason))
+        .collect();
+    dict.set_item("settings", settings)?;
+    dict.set_item("warnings", plan.warnings)?;
+    dict.set_item("one_sided", plan.one_sided)?;
+    dict.set_item("shared_memory", plan.shared_memory)?;
+    let devices: Vec<_> = facts
+        .rdma
+        .into_iter()
+        .map(|device| (device.name, device.interfaces))
+        .collect();
+    dict.set_item("rdma_devices", devices)?;
+    Ok(dict)
+}
+
+/// The source address of the default route. Raises `ValueError` with the host's addresses if there is none.
+#[pyfunction]
+pub(crate) fn default_ip(py: Python<'_>) -> PyResult<String> {
+    detached(py, || connex_rs::host::default_route_source(false))
+        .map(|addr| addr.to_string())
+        .map_err(|error| PyValueError::new_err(error.to_string()))
 }

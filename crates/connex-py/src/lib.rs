@@ -31,6 +31,8 @@ fn _connex_rs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(now_ns, module)?)?;
     module.add_function(wrap_pyfunction!(host::set_ucx_wheel, module)?)?;
     module.add_function(wrap_pyfunction!(host::ucx, module)?)?;
+    module.add_function(wrap_pyfunction!(host::ucx_plan, module)?)?;
     module.add_function(wrap_pyfunction!(host::interfaces, module)?)?;
+    module.add_function(wrap_pyfunction!(host::default_ip, module)?)?;
     exit::register(module)
 }
