@@ -4,8 +4,10 @@
     python churn.py URL [--times N]      against an engine of yours
     python churn.py --self [--times N]   against one that this program starts: a survivor to look at
 
-The peer is a Python process with an engine of its own, model `churn`, stage 1 by default. Each life connects to the URL, moves a message,
-and is ended with SIGKILL. At the end comes a table of what the survivor (with --self) and each life saw.
+The peer is a Python process with an engine of its own, model `churn`, stage 1 by default. Each life
+connects to the URL, moves a message,
+and is ended with SIGKILL. At the end comes a table of what the survivor (with --self) and each life
+saw.
 """
 
 import argparse
@@ -82,7 +84,10 @@ class Survivor:
     def wait_for_failures(self, count):
         with self.changed:
             if not self.changed.wait_for(lambda: self.events["failed"] >= count, PATIENCE_S):
-                sys.exit(f"the survivor saw {self.events['failed']} deaths of {count} within {PATIENCE_S} s")
+                sys.exit(
+                    f"the survivor saw {self.events['failed']} deaths of {count} "
+                    f"within {PATIENCE_S} s"
+                )
 
     def close(self):
         self.engine.close()
@@ -93,12 +98,24 @@ def resources():
     """Open files and resident memory of this process."""
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return {"descriptors": len(os.listdir("/proc/self/fd")), "resident_mb": round(resident / 1e6, 1)}
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "resident_mb": round(resident / 1e6, 1),
+    }
 
 
 def live_and_die(url, options, port, survivor, count):
     """One life of the peer; returns how long it took to come up, and its port."""
-    command = [sys.executable, "-c", LIFE, url, options.ip, str(port), str(options.stage), options.transport]
+    command = [
+        sys.executable,
+        "-c",
+        LIFE,
+        url,
+        options.ip,
+        str(port),
+        str(options.stage),
+        options.transport,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         timer = threading.Timer(PATIENCE_S, process.kill)
         timer.start()
@@ -121,14 +138,23 @@ def median(values):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url", nargs="?", help="the engine that the peer connects to")
-    parser.add_argument("--self", dest="own", action="store_true", help="start a survivor here and report what it sees")
+    parser.add_argument(
+        "--self",
+        dest="own",
+        action="store_true",
+        help="start a survivor here and report what it sees",
+    )
     parser.add_argument("--times", type=int, default=100, help="how many lives (default 100)")
     parser.add_argument("--ip", default="127.0.0.1", help="the address that the peer listens on")
     parser.add_argument("--port", type=int, default=0, help="its port; the first life's is kept")
     parser.add_argument("--stage", type=int, default=1, help="the stage of its identity")
-    parser.add_argument("--pause-ms", type=int, default=20, help="how long a life lasts once it is up")
+    parser.add_argument(
+        "--pause-ms", type=int, default=20, help="how long a life lasts once it is up"
+    )
     parser.add_argument("--transport", default="auto", choices=["auto", "tcp", "ucx"])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
@@ -153,7 +179,10 @@ def main():
             report["survivor"] = {
                 "events": dict(survivor.events),
                 "reasons": dict(survivor.reasons),
-                "kill_to_event_ms": {"median": median(survivor.seen_ms), "worst": max(survivor.seen_ms)},
+                "kill_to_event_ms": {
+                    "median": median(survivor.seen_ms),
+                    "worst": max(survivor.seen_ms),
+                },
                 "after_the_first_life": before,
                 "at_the_end": resources(),
                 "stats": survivor.engine.stats(),
@@ -166,10 +195,17 @@ def main():
     if options.json:
         print(json.dumps(report, indent=2))
         return
-    print(f"{report['lives']} lives; connect to up: median {report['up_ms']['median']:.1f} ms, worst {report['up_ms']['worst']:.1f} ms")
+    print(
+        "{lives} lives; connect to up: "
+        "median {up_ms[median]:.1f} ms, worst {up_ms[worst]:.1f} ms".format(**report)
+    )
     if survivor:
         seen = report["survivor"]
-        print(f"kill to event: median {seen['kill_to_event_ms']['median']:.1f} ms, worst {seen['kill_to_event_ms']['worst']:.1f} ms")
+        print(
+            "kill to event: median {median:.1f} ms, worst {worst:.1f} ms".format(
+                **seen["kill_to_event_ms"]
+            )
+        )
         print("\nevents of the survivor")
         for name, number in sorted(seen["events"].items()):
             print(f"  {number:>7}  {name}")
@@ -178,7 +214,9 @@ def main():
             print(f"  {number:>7}  {name}")
         print(f"{'':24}{'after the first life':>22}{'at the end':>14}")
         for name in before:
-            print(f"{name:24}{seen['after_the_first_life'][name]:>22}{seen['at_the_end'][name]:>14}")
+            print(
+                f"{name:24}{seen['after_the_first_life'][name]:>22}{seen['at_the_end'][name]:>14}"
+            )
         for name in ("live_peers", "regions", "remote_rkeys", "inflight", "rejoins", "failures"):
             print(f"{name:24}{'':>22}{seen['stats'][name]:>14}")
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """One-sided read latency and bandwidth from Python.
 
-    python rma_bench.py local --ip IP [--dev cuda:0 --peer-dev cuda:1]     owner and reader on this host
-    python rma_bench.py owner --ip IP [--dev cuda:0]                       then, on another host:
-    python rma_bench.py reader --ip IP --url URL --addr ADDR [--dev cuda:0]
+python rma_bench.py local --ip IP [--dev cuda:0 --peer-dev cuda:1]     owner and reader on this host
+python rma_bench.py owner --ip IP [--dev cuda:0]                       then, on another host:
+python rma_bench.py reader --ip IP --url URL --addr ADDR [--dev cuda:0]
 """
 
 import argparse
@@ -16,7 +16,8 @@ import time
 import connex_rs
 
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]
-# What one size may move, so that large ones take no longer than small ones; and the fewest reads that make a median.
+# What one size may move, so that large ones take no longer than small ones; and the fewest reads
+# that make a median.
 BUDGET = 4 << 30
 FEWEST = 20
 
@@ -43,7 +44,9 @@ def positive(text):
 
 @contextlib.contextmanager
 def memory(engine, device, length):
-    """The address of `length` bytes that are registered: on the host, or on a GPU by way of torch or CuPy."""
+    """The address of `length` bytes that are registered: on the host, or on a GPU by way of torch
+    or CuPy.
+    """
     if device == "cpu":
         ptr = engine.allocate_managed_buffer(length)
         yield ptr
@@ -52,7 +55,10 @@ def memory(engine, device, length):
     array, ptr = gpu_array(device, length)
     code = engine.register_memory(ptr, length)
     if code != 0:
-        sys.exit(f"the memory of {device} cannot be registered: code {code}; `python -m connex_rs doctor` may know why")
+        sys.exit(
+            f"the memory of {device} cannot be registered: code {code}; "
+            "`python -m connex_rs doctor` may know why"
+        )
     yield ptr
     engine.unregister_memory(ptr)
     del array
@@ -92,23 +98,25 @@ def gpu_array(device, length):
 
 def own(options, tell, wait):
     """The owner: offers memory until it is told to stop."""
-    with connex_rs.Engine("rma-bench", 0, listen_ip=options.ip, transport=options.transport) as engine:
-        with memory(engine, options.peer_dev, max(options.sizes)) as ptr:
-            tell((engine.local_url, ptr))
-            wait()
+    with connex_rs.Engine(
+        "rma-bench", 0, listen_ip=options.ip, transport=options.transport
+    ) as engine, memory(engine, options.peer_dev, max(options.sizes)) as ptr:
+        tell((engine.local_url, ptr))
+        wait()
 
 
 def read(options, url, addr):
     """The reader: one row of figures for each size."""
     rows = []
-    with connex_rs.Engine("rma-bench", 1, listen_ip=options.ip, transport=options.transport) as engine:
-        with memory(engine, options.dev, max(options.sizes)) as here:
-            begun = time.perf_counter()
-            check(engine.transfer_sync_read(url, here, addr, min(options.sizes)))
-            first = time.perf_counter() - begun
-            for length in options.sizes:
-                rows.append(measure(engine, options, url, here, addr, length))
-            path = engine.stats()["paths"]
+    with connex_rs.Engine(
+        "rma-bench", 1, listen_ip=options.ip, transport=options.transport
+    ) as engine, memory(engine, options.dev, max(options.sizes)) as here:
+        begun = time.perf_counter()
+        check(engine.transfer_sync_read(url, here, addr, min(options.sizes)))
+        first = time.perf_counter() - begun
+        for length in options.sizes:
+            rows.append(measure(engine, options, url, here, addr, length))
+        path = engine.stats()["paths"]
     return {"first_read_ms": first * 1e3, "path": path, "rows": rows}
 
 
@@ -142,16 +150,26 @@ def measure(engine, options, url, here, addr, length):
 
 def check(code):
     if code != 0:
-        sys.exit(f"a read gave code {code} (-1 other, -2 peer failed, -3 timed out, -4 invalid, -5 canceled)")
+        sys.exit(
+            f"a read gave code {code} "
+            "(-1 other, -2 peer failed, -3 timed out, -4 invalid, -5 canceled)"
+        )
 
 
 def table(options, result):
     path = result["path"][0] if result["path"] else {"path": "?", "mode": "?"}
-    print(f"{options.dev} <- {options.peer_dev} over {path['path']} ({path['mode']}); first read {result['first_read_ms']:.1f} ms")
-    print(f"{'bytes':>10} {'reads':>7} {'p50 us':>10} {'p99 us':>10} {'GB/s':>8} {f'GB/s, {options.in_flight} in flight':>18}")
+    print(
+        f"{options.dev} <- {options.peer_dev} over {path['path']} ({path['mode']}); "
+        f"first read {result['first_read_ms']:.1f} ms"
+    )
+    print(
+        f"{'bytes':>10} {'reads':>7} {'p50 us':>10} {'p99 us':>10} {'GB/s':>8} "
+        f"{f'GB/s, {options.in_flight} in flight':>18}"
+    )
     for row in result["rows"]:
         print(
-            f"{row['bytes']:>10} {row['count']:>7} {row['p50_us']:>10.1f} {row['p99_us']:>10.1f} {row['gb_s']:>8.2f}"
+            f"{row['bytes']:>10} {row['count']:>7} {row['p50_us']:>10.1f} {row['p99_us']:>10.1f}"
+            f" {row['gb_s']:>8.2f}"
             f" {row['streaming_gb_s']:>18.2f}"
         )
 
@@ -188,33 +206,56 @@ def local(options):
 
 def owner(options):
     def tell(where):
-        print(f"python {sys.argv[0]} reader --ip <its address> --url '{where[0]}' --addr {where[1]}", flush=True)
+        print(
+            f"python {sys.argv[0]} reader --ip <its address> --url '{where[0]}' --addr {where[1]}",
+            flush=True,
+        )
 
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         own(options, tell, lambda: time.sleep(10**8))
-    except KeyboardInterrupt:
-        pass
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     modes = parser.add_subparsers(dest="mode", required=True)
     for name in ("local", "owner", "reader"):
         mode = modes.add_parser(name)
         mode.add_argument("--ip", required=True, help="the address to listen on")
         mode.add_argument("--transport", default="auto", choices=["auto", "tcp", "ucx"])
-        mode.add_argument("--sizes", type=size, nargs="+", default=SIZES, help="bytes to read at a time (default: 4K to 16M)")
+        mode.add_argument(
+            "--sizes",
+            type=size,
+            nargs="+",
+            default=SIZES,
+            help="bytes to read at a time (default: 4K to 16M)",
+        )
         if name != "owner":
-            mode.add_argument("--dev", default="cpu", help="where the reader's memory is: cpu, cuda:N")
-            mode.add_argument("--count", type=positive, default=3000, help="reads of each size, fewer for large ones")
-            mode.add_argument("--in-flight", type=positive, default=4, help="reads under way when streaming")
+            mode.add_argument(
+                "--dev", default="cpu", help="where the reader's memory is: cpu, cuda:N"
+            )
+            mode.add_argument(
+                "--count",
+                type=positive,
+                default=3000,
+                help="reads of each size, fewer for large ones",
+            )
+            mode.add_argument(
+                "--in-flight", type=positive, default=4, help="reads under way when streaming"
+            )
             mode.add_argument("--json", action="store_true", help="print one JSON object")
         if name == "reader":
             mode.add_argument("--url", required=True)
             mode.add_argument("--addr", required=True, type=positive)
             mode.set_defaults(peer_dev="peer")
         else:
-            mode.add_argument("--dev" if name == "owner" else "--peer-dev", dest="peer_dev", default="cpu", help="where the owner's memory is")
+            mode.add_argument(
+                "--dev" if name == "owner" else "--peer-dev",
+                dest="peer_dev",
+                default="cpu",
+                help="where the owner's memory is",
+            )
     options = parser.parse_args()
     if options.mode == "local":
         local(options)

@@ -1,4 +1,5 @@
-"""Data plane for pipelines of model stages: moves step data between endpoints at the speed of the network and tells within
+"""Data plane for pipelines of model stages: moves step data between endpoints at the speed of the
+network and tells within
 milliseconds when a peer dies.
 
 `Engine` is the way in. Importing this module loads neither UCX nor a CUDA library.

@@ -1,15 +1,16 @@
-"""Finding the UCX that a Python package brings (`pip install libucx-cu12`), without importing that package."""
+"""Finding the UCX that a Python package brings (`pip install libucx-cu12`), without importing that
+package.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Optional
 
 from connex_rs import _connex_rs
 
 
-def wheel_dir() -> Optional[str]:
+def wheel_dir() -> str | None:
     """The folder of the `libucx` package, if one is installed."""
     try:
         spec = importlib.util.find_spec("libucx")
@@ -23,7 +24,9 @@ def wheel_dir() -> Optional[str]:
 
 
 def announce_wheel() -> None:
-    """Tells the native module where that folder is; it decides later, when a UCX is needed, which one to load."""
+    """Tells the native module where that folder is; it decides later, when a UCX is needed, which
+    one to load.
+    """
     place = wheel_dir()
     if place is not None:
         _connex_rs.set_ucx_wheel(place)

@@ -1,6 +1,7 @@
 """What an engine on this host would do, and whether it works: `python -m connex_rs doctor`.
 
-UCX is looked at in a process of its own: a library that cannot be loaded, or that ends the process, is a finding like any other.
+UCX is looked at in a process of its own: a library that cannot be loaded, or that ends the process,
+is a finding like any other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import platform
 import subprocess
 import sys
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 from connex_rs import __version__, _connex_rs, _ucx
 
@@ -69,7 +70,7 @@ sys.stdout.buffer.write(engine.read_bytes_from_buffer(here, size))
 """
 
 
-def run(ip: Optional[str] = None, as_json: bool = False) -> int:
+def run(ip: str | None = None, as_json: bool = False) -> int:
     """Examines the host and prints what was found; 0 if all is well, else 1."""
     report = examine(ip)
     if as_json:
@@ -79,18 +80,20 @@ def run(ip: Optional[str] = None, as_json: bool = False) -> int:
     return 0 if report["ok"] else 1
 
 
-def examine(ip: Optional[str] = None) -> Dict[str, Any]:
+def examine(ip: str | None = None) -> dict[str, Any]:
     """Everything that `doctor` tells, as plain data. `problems` are what makes the exit code 1."""
-    problems: List[str] = []
-    warnings: List[str] = []
-    report: Dict[str, Any] = {
+    problems: list[str] = []
+    warnings: list[str] = []
+    report: dict[str, Any] = {
         "version": __version__,
         "python": platform.python_version(),
         "host": f"{platform.system()} {platform.release()} {platform.machine()}",
         "problems": problems,
         "warnings": warnings,
         "rdma_devices": _rdma_devices(),
-        "interfaces": [{"name": name, "address": address} for name, address in _connex_rs.interfaces()],
+        "interfaces": [
+            {"name": name, "address": address} for name, address in _connex_rs.interfaces()
+        ],
         "variables": {
             name: _shown(name, value)
             for name, value in sorted(os.environ.items())
@@ -114,16 +117,25 @@ def _shown(name: str, value: str) -> str:
     return "(not shown)" if "SECRET" in name and not name.endswith("_FILE") else value
 
 
-def _rdma_devices(root: str = INFINIBAND) -> List[Dict[str, Any]]:
-    """The RDMA devices that the kernel shows, with the state of their ports and their interfaces."""
+def _rdma_devices(root: str = INFINIBAND) -> list[dict[str, Any]]:
+    """The RDMA devices that the kernel shows, with their ports' states and their interfaces."""
     devices = []
     for name in _entries(root):
-        ports = {port: _line(os.path.join(root, name, "ports", port, "state")) for port in _entries(os.path.join(root, name, "ports"))}
-        devices.append({"name": name, "ports": ports, "interfaces": _entries(os.path.join(root, name, "device", "net"))})
+        ports = {
+            port: _line(os.path.join(root, name, "ports", port, "state"))
+            for port in _entries(os.path.join(root, name, "ports"))
+        }
+        devices.append(
+            {
+                "name": name,
+                "ports": ports,
+                "interfaces": _entries(os.path.join(root, name, "device", "net")),
+            }
+        )
     return devices
 
 
-def _entries(folder: str) -> List[str]:
+def _entries(folder: str) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -139,8 +151,8 @@ def _line(path: str) -> str:
 
 
 def _address(
-    ip: Optional[str], interfaces: List[Dict[str, str]], problems: List[str], warnings: List[str]
-) -> Dict[str, Optional[str]]:
+    ip: str | None, interfaces: list[dict[str, str]], problems: list[str], warnings: list[str]
+) -> dict[str, str | None]:
     """The address that an engine would be told, and the interface that carries it."""
     if ip is None:
         try:
@@ -158,14 +170,16 @@ def _address(
     return {"ip": ip, "interface": carrier, "why": why}
 
 
-def _look_at_ucx(report: Dict[str, Any], problems: List[str], warnings: List[str]) -> None:
+def _look_at_ucx(report: dict[str, Any], problems: list[str], warnings: list[str]) -> None:
     report["ucx"] = None
     report["ucx_error"] = None
     report["ucx_plan"] = None
     report["ucx_wheel"] = _ucx.wheel_dir()
     result = _python(_LOOK_AT_UCX, report["address"]["ip"])
     if result.returncode != 0:
-        report["ucx_error"] = f"loading it ended the process with {result.returncode}: {_last_line(result.stderr)}"
+        report["ucx_error"] = (
+            f"loading it ended the process with {result.returncode}: {_last_line(result.stderr)}"
+        )
         problems.append(f"UCX: {report['ucx_error']}")
         return
     found = json.loads(result.stdout.splitlines()[-1])
@@ -176,17 +190,23 @@ def _look_at_ucx(report: Dict[str, Any], problems: List[str], warnings: List[str
         warnings.extend(report["ucx_plan"]["warnings"])
     if report["ucx"] and report["ucx_error"]:
         problems.append(f"UCX: {report['ucx_error']}")
-    active = [d["name"] for d in report["rdma_devices"] if any("ACTIVE" in state for state in d["ports"].values())]
+    active = [
+        d["name"]
+        for d in report["rdma_devices"]
+        if any("ACTIVE" in state for state in d["ports"].values())
+    ]
     if not active:
         return
     if report["ucx"] is None:
         problems.append(
-            f"RDMA devices are there ({', '.join(active)}) but no UCX that could use them: install the system's UCX with verbs, "
+            f"RDMA devices are there ({', '.join(active)}) but no UCX that could use them: "
+            "install the system's UCX with verbs, "
             "or name one with CONNEX_RS_UCX"
         )
     elif not _has_verbs(report["ucx"]["path"]):
         problems.append(
-            f"RDMA devices are there ({', '.join(active)}) but the UCX in {report['ucx']['path']} has no verbs: install the "
+            f"RDMA devices are there ({', '.join(active)}) but the UCX in {report['ucx']['path']} "
+            "has no verbs: install the "
             "system's UCX, or name one with CONNEX_RS_UCX"
         )
 
@@ -197,7 +217,7 @@ def _has_verbs(libucp: str) -> bool:
     return any(name.startswith("libuct_ib") for name in _entries(folder))
 
 
-def _choose_transport(report: Dict[str, Any], problems: List[str], warnings: List[str]) -> None:
+def _choose_transport(report: dict[str, Any], problems: list[str], warnings: list[str]) -> None:
     """The transport that an engine without arguments gets: asked of one."""
     result = _python(
         "import connex_rs, sys\n"
@@ -214,18 +234,24 @@ def _choose_transport(report: Dict[str, Any], problems: List[str], warnings: Lis
         problems.append(f"no engine starts on 127.0.0.1: {_last_line(result.stderr)}")
     plan = report["ucx_plan"]
     if report["transport"] == "tcp" and plan and plan["one_sided"]:
-        warnings.append("an RDMA device is usable, but engines use TCP here: set CONNEX_RS_TRANSPORT=ucx, or take away what asks for TCP")
+        warnings.append(
+            "an RDMA device is usable, but engines use TCP here: set CONNEX_RS_TRANSPORT=ucx, "
+            "or take away what asks for TCP"
+        )
 
 
-def _prove(transport: str) -> Dict[str, Any]:
+def _prove(transport: str) -> dict[str, Any]:
     """Moves a megabyte through loopback from one process to another and compares every byte."""
-    proof: Dict[str, Any] = {"transport": transport, "bytes": PROOF_BYTES, "error": None}
+    proof: dict[str, Any] = {"transport": transport, "bytes": PROOF_BYTES, "error": None}
     with _start(_OWNER, transport, str(PROOF_BYTES)) as owner:
         try:
             assert owner.stdin and owner.stdout
             words = owner.stdout.readline().decode().split()
             if len(words) != 2:
-                return {**proof, "error": f"the owner did not start: {_last_line(_rest(owner)[1].decode())}"}
+                return {
+                    **proof,
+                    "error": f"the owner did not start: {_last_line(_rest(owner)[1].decode())}",
+                }
             with _start(_READER, transport, *words, str(PROOF_BYTES)) as reader:
                 out, err = _rest(reader)
             line, _, read = out.partition(b"\n")
@@ -244,12 +270,14 @@ def _prove(transport: str) -> Dict[str, Any]:
     return proof
 
 
-def _start(program: str, *args: str) -> "subprocess.Popen[bytes]":
+def _start(program: str, *args: str) -> subprocess.Popen[bytes]:
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", program, *args], stdin=pipe, stdout=pipe, stderr=pipe)
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *args], stdin=pipe, stdout=pipe, stderr=pipe
+    )
 
 
-def _rest(process: "subprocess.Popen[bytes]", given: Optional[bytes] = None) -> "tuple[bytes, bytes]":
+def _rest(process: subprocess.Popen[bytes], given: bytes | None = None) -> tuple[bytes, bytes]:
     try:
         return process.communicate(given, timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -258,7 +286,7 @@ def _rest(process: "subprocess.Popen[bytes]", given: Optional[bytes] = None) -> 
         raise
 
 
-def _python(program: str, *args: Optional[str]) -> "subprocess.CompletedProcess[str]":
+def _python(program: str, *args: str | None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, *(arg or "" for arg in args)]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -271,7 +299,7 @@ def _last_line(stderr: str) -> str:
     return lines[-1] if lines else "nothing was said"
 
 
-def text(report: Dict[str, Any]) -> List[str]:
+def text(report: dict[str, Any]) -> list[str]:
     """The report for people."""
     address = report["address"]
     lines = [f"connex-rs {report['version']}, Python {report['python']}, {report['host']}", ""]
@@ -279,11 +307,17 @@ def text(report: Dict[str, Any]) -> List[str]:
     lines.append("UCX")
     ucx = report["ucx"]
     if ucx:
-        lines += [f"  version     {ucx['version']}", f"  path        {ucx['path']}", f"  chosen for  {ucx['why']}"]
+        lines += [
+            f"  version     {ucx['version']}",
+            f"  path        {ucx['path']}",
+            f"  chosen for  {ucx['why']}",
+        ]
     else:
         lines += [f"  {line}" for line in (report["ucx_error"] or "not found").splitlines()]
         if not report["problems"]:
-            lines.append("  Engines use their own TCP transport. `pip install libucx-cu12` brings a UCX.")
+            lines.append(
+                "  Engines use their own TCP transport. `pip install libucx-cu12` brings a UCX."
+            )
 
     lines += ["", "Network"]
     for interface in report["interfaces"]:
@@ -293,14 +327,17 @@ def text(report: Dict[str, Any]) -> List[str]:
     lines += ["", "RDMA devices"]
     for device in report["rdma_devices"]:
         ports = ", ".join(f"port {port} {state}" for port, state in device["ports"].items())
-        lines.append(f"  {device['name']:<12}{ports}; interfaces: {', '.join(device['interfaces']) or 'none'}")
+        interfaces = ", ".join(device["interfaces"]) or "none"
+        lines.append(f"  {device['name']:<12}{ports}; interfaces: {interfaces}")
     if not report["rdma_devices"]:
         lines.append("  none")
 
     plan = report["ucx_plan"]
     if plan:
         lines += ["", f"Settings that an engine on {address['ip']} makes for UCX"]
-        lines += [f"  {variable}={value}\n      {reason}" for variable, value, reason in plan["settings"]] or ["  none"]
+        lines += [
+            f"  {variable}={value}\n      {reason}" for variable, value, reason in plan["settings"]
+        ] or ["  none"]
     lines += ["", "Variables that are set"]
     lines += [f"  {name}={value}" for name, value in report["variables"].items()] or ["  none"]
 
@@ -310,10 +347,14 @@ def text(report: Dict[str, Any]) -> List[str]:
         lines += [
             "",
             f"Proof over {proof['transport']}",
-            f"  {proof['bytes']} bytes read from another process, every byte compared; path: {paths}",
-            f"  first read with its connect {proof['first_ms']:.1f} ms, best of the next ones {proof['best_ms']:.2f} ms",
+            f"  {proof['bytes']} bytes read from another process, every byte compared",
+            f"  path: {paths}",
+            f"  first read with its connect {proof['first_ms']:.1f} ms, "
+            f"best of the next ones {proof['best_ms']:.2f} ms",
         ]
     lines += ["", *(f"warning: {warning}" for warning in report["warnings"])]
     lines += [f"PROBLEM: {problem}" for problem in report["problems"]]
-    lines.append("All is well." if report["ok"] else f"{len(report['problems'])} problem(s): see above.")
+    lines.append(
+        "All is well." if report["ok"] else f"{len(report['problems'])} problem(s): see above."
+    )
     return lines

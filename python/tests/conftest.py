@@ -1,4 +1,5 @@
-"""What the tests share: engines in pairs, over every transport that is to be tested, and a limit on every test's time.
+"""What the tests share: engines in pairs, over every transport that is to be tested, and a limit on
+every test's time.
 
 `CONNEX_TEST_TRANSPORTS` names the transports, by default `tcp`; for example `tcp,ucx`.
 """
@@ -11,15 +12,20 @@ import subprocess
 import sys
 import time
 
-import connex_rs
 import pytest
+
+import connex_rs
 
 TRANSPORTS = os.environ.get("CONNEX_TEST_TRANSPORTS", "tcp").split(",")
 
 # Longer than any test takes on a loaded machine: a test that hangs shows where, and ends the run.
-LIMIT_S = 180
+LIMIT_S = 150
 
 _models = itertools.count()
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "error")
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +77,9 @@ def site(transport):
     """Makes engines: `site(stage, **options)`."""
     model = f"m{os.getpid()}-{next(_models)}"
     with contextlib.ExitStack() as stack:
-        yield lambda stage=0, model=model, **options: Site(stack, transport, model, stage, **options)
+        yield lambda stage=0, model=model, **options: Site(
+            stack, transport, model, stage, **options
+        )
 
 
 @pytest.fixture

@@ -54,12 +54,16 @@ def test_many_at_once(ready):
     a, b = ready
 
     async def main():
-        transfers = [a.engine.get_async(b.url, a.here + i * 64, b.there + i * 64, 64) for i in range(1000)]
+        transfers = [
+            a.engine.get_async(b.url, a.here + i * 64, b.there + i * 64, 64) for i in range(1000)
+        ]
 
         async def one(transfer):
             await transfer
 
-        await asyncio.gather(*(one(transfer) for transfer in transfers), *(one(t) for t in transfers[:100]))
+        await asyncio.gather(
+            *(one(transfer) for transfer in transfers), *(one(t) for t in transfers[:100])
+        )
         assert all(transfer.done() for transfer in transfers)
 
     asyncio.run(main())
@@ -80,7 +84,7 @@ def test_several_tasks_await_one(stuck):
     engine, transfer = stuck
 
     async def wait():
-        with pytest.raises(RuntimeError, match="^canceled"):
+        with pytest.raises(RuntimeError, match=r"^canceled"):
             await transfer
         return 1
 
@@ -128,7 +132,7 @@ def test_a_canceled_task_leaves_the_transfer_running(stuck):
     asyncio.run(main())
     # The loop is closed by now; the end of the transfer disturbs nobody.
     engine.close()
-    with pytest.raises(RuntimeError, match="^canceled"):
+    with pytest.raises(RuntimeError, match=r"^canceled"):
         transfer.wait()
 
 
@@ -137,7 +141,7 @@ async def _awaiting(transfer):
 
 
 def test_the_loop_runs_while_a_transfer_is_awaited(stuck):
-    engine, transfer = stuck
+    _engine, transfer = stuck
 
     async def main():
         ticks = 0

@@ -4,8 +4,9 @@ import os
 import re
 import time
 
-import connex_rs
 import pytest
+
+import connex_rs
 
 MAX = 2**32 - 1
 
@@ -94,13 +95,19 @@ def test_chain(pair):
     a, b = pair
     data = os.urandom(200_000)
     here, there = a.buffer(1 << 20, data + b"\x01" * 8), b.buffer(1 << 20, bytes(300_000))
-    chain = [(here, there, 100_000), (here + 100_000, there + 100_000, 100_000), (here + 200_000, there + 250_000, 8)]
+    chain = [
+        (here, there, 100_000),
+        (here + 100_000, there + 100_000, 100_000),
+        (here + 200_000, there + 250_000, 8),
+    ]
     assert a.engine.put_chain(b.url, chain).wait() is True
     assert b.bytes(there, 200_000) == data
     assert b.bytes(there + 250_000, 8) == b"\x01" * 8
 
 
-@pytest.mark.parametrize("data", [b"", b"abc", bytearray(b"abc"), memoryview(b"abcdef")[::2], memoryview(bytearray(9))])
+@pytest.mark.parametrize(
+    "data", [b"", b"abc", bytearray(b"abc"), memoryview(b"abcdef")[::2], memoryview(bytearray(9))]
+)
 def test_messages_take_whatever_is_like_bytes(linked, data):
     a, b = linked
     a.engine.send_msg(b.url, data)
@@ -154,7 +161,12 @@ def test_events(pair):
     for side, other in (a, b), (b, a):
         joined = side.engine.wait_event(20_000)
         up = side.engine.wait_event(20_000)
-        assert joined == {"type": "joined", "peer": other.engine.id, "ts_ns": joined["ts_ns"], "rejoin": False}
+        assert joined == {
+            "type": "joined",
+            "peer": other.engine.id,
+            "ts_ns": joined["ts_ns"],
+            "rejoin": False,
+        }
         assert up == {"type": "up", "peer": other.engine.id, "ts_ns": up["ts_ns"]}
         assert start <= joined["ts_ns"] <= up["ts_ns"] <= connex_rs.now_ns()
     for _ in range(100):
@@ -198,7 +210,8 @@ def test_stats_has_its_counters(linked):
     a, b = linked
     stats = a.engine.stats()
     counters = (
-        "eps_created eps_closed live_peers failures rejoins heartbeat_failures dropped_events regions region_bytes "
+        "eps_created eps_closed live_peers failures rejoins heartbeat_failures dropped_events "
+        "regions region_bytes "
         "remote_rkeys inflight rma_ok rma_err rkey_fetches invalidations op_timeouts wakeups"
     )
     for name in counters.split():
@@ -235,7 +248,11 @@ def test_the_biggest_numbers_of_an_id(site):
 
 def test_secret(site):
     secret = "correct horse battery"
-    a, b, c = site(0, secret=secret), site(1, secret=secret.encode()), site(2, secret=b"another secret here")
+    a, b, c = (
+        site(0, secret=secret),
+        site(1, secret=secret.encode()),
+        site(2, secret=b"another secret here"),
+    )
     here, there, elsewhere = a.buffer(8), b.buffer(8, b"secret!!"), c.buffer(8)
     assert a.engine.transfer_sync_read(b.url, here, there, 8) == 0
     assert a.bytes(here, 8) == b"secret!!"

@@ -60,7 +60,10 @@ def test_a_storm(site):
 
     def write(rng):
         here = a.buffer(4096, pattern[:4096])
-        assert a.engine.transfer_sync_write(b.url, here, sink + rng.randrange(1 << 19), 4096, 20_000) == 0
+        assert (
+            a.engine.transfer_sync_write(b.url, here, sink + rng.randrange(1 << 19), 4096, 20_000)
+            == 0
+        )
         a.engine.free_managed_buffer(here)
 
     def register(rng):
@@ -101,7 +104,24 @@ def test_a_storm(site):
             a.engine.connect("nonsense")
         time.sleep(0.001)
 
-    steps = [read, read, read, write, write, register, register, later, later, talk, listen, watch, look, wrong, read, later]
+    steps = [
+        read,
+        read,
+        read,
+        write,
+        write,
+        register,
+        register,
+        later,
+        later,
+        talk,
+        listen,
+        watch,
+        look,
+        wrong,
+        read,
+        later,
+    ]
     run_all([spin(index, step) for index, step in enumerate(steps)])
     assert all(rounds), rounds
     stats = a.engine.stats()
@@ -152,11 +172,13 @@ def test_300_regions_that_come_and_go(linked):
     assert b.engine.stats()["regions"] == 0 and b.engine.stats()["region_bytes"] == 0
 
 
-# ---- the interpreter lock ---------------------------------------------------------------------------
+# ---- the interpreter lock ------------------------------------------------------------------------
 
 
 class Ticker:
-    """A Python thread that does a little and sleeps a little: how often it gets round tells whether the lock is free."""
+    """A Python thread that does a little and sleeps a little: how often it gets round tells
+    whether the lock is free.
+    """
 
     def __init__(self):
         self.count = 0
@@ -185,9 +207,11 @@ class Ticker:
 
 
 def keeps_its_rate(work, tries=6, seconds=0.4):
-    """The ticker keeps over 80 % of its rate during `work`; best of several tries, because other processes run too.
+    """The ticker keeps over 80 % of its rate during `work`; best of several tries, because other
+    processes run too.
 
-    The comparison runs `yardstick`: a thread of the same process that is as busy, outside the interpreter.
+    The comparison runs `yardstick`: a thread of the same process that is as busy, outside the
+    interpreter.
     """
     best = 0.0
     with Ticker() as ticker:
@@ -217,8 +241,8 @@ def test_the_lock_is_free_during_waits(linked, site):
 
 
 def test_the_lock_is_free_during_registration(site):
-    import mmap
     import ctypes
+    import mmap
 
     a = site()
     memory = mmap.mmap(-1, 1 << 30)

@@ -269,7 +269,7 @@ impl Engine {
     }
 
     /// Frees a managed buffer; transfers under way keep its pages until they end. Returns a code; 0 after `close`.
-    #[pyo3(signature = (ptr, size=None), text_signature = "(ptr, size=0)")]
+    #[pyo3(signature = (ptr, size=None), text_signature = "($self, ptr, size=0)")]
     fn free_managed_buffer(
         &self,
         py: Python<'_>,
