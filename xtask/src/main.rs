@@ -50,6 +50,8 @@ enum Chore {
         /// Runs only this group; may be given several times
         #[arg(long, value_enum)]
         only: Vec<steps::Group>,
+        /// Runs only the steps whose name contains this
+        step: Option<String>,
         /// Lists the steps and what each needs, and runs nothing
         #[arg(long)]
         list: bool,
@@ -86,7 +88,9 @@ fn main() -> ExitCode {
 fn run(chore: Chore) -> Result<ExitCode> {
     let place = Place::find()?;
     match chore {
-        Chore::Test { only, list } => return test::run(&place, &only, list),
+        Chore::Test { only, step, list } => {
+            return test::run(&place, &only, step.as_deref(), list);
+        }
         Chore::Wheel => {
             let wheel = wheel::build(&place)?;
             println!("{}", wheel.display());

@@ -102,6 +102,9 @@ pub(crate) fn describe(command: &Command) -> String {
 }
 
 fn quoted(word: &str) -> String {
+    if word.trim().contains('\n') {
+        return "'(a program of several lines)'".to_owned();
+    }
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_=./:,+@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
         word.to_owned()

@@ -25,7 +25,7 @@ const OLDEST: u32 = 8;
 
 /// What is done under every other Python: import, two engines, a write and a read.
 const SMOKE: &str = r#"
-import connex_rs, ctypes, sys
+import connex_rs, sys
 a, b = (connex_rs.Engine("smoke", stage, listen_ip="127.0.0.1", transport="tcp") for stage in (0, 1))
 data = bytes(range(256)) * 16
 there, back = b.allocate_managed_buffer(len(data)), a.allocate_managed_buffer(len(data))

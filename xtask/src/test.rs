@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use crate::place::Place;
 use crate::steps::{self, Group, Step};
@@ -18,12 +18,19 @@ const PENDING: &[&str] = &[
     "tests/Cargo.toml",
 ];
 
-/// Runs the steps of the groups in `only`, all if it is empty.
-pub(crate) fn run(place: &Place, only: &[Group], list: bool) -> Result<ExitCode> {
+/// Runs the steps of the groups in `only`, all if it is empty, whose name contains `name`.
+pub(crate) fn run(
+    place: &Place,
+    only: &[Group],
+    name: Option<&str>,
+    list: bool,
+) -> Result<ExitCode> {
     let steps: Vec<Step> = all()
         .into_iter()
         .filter(|step| only.is_empty() || only.contains(&step.group))
+        .filter(|step| name.is_none_or(|name| step.name.contains(name)))
         .collect();
+    ensure!(!steps.is_empty(), "no such step: --list names them");
     if list {
         for step in &steps {
             let needs = step
@@ -35,7 +42,7 @@ pub(crate) fn run(place: &Place, only: &[Group], list: bool) -> Result<ExitCode>
         return Ok(ExitCode::SUCCESS);
     }
     println!("==> packages of the operating system");
-    if only.is_empty() || only.iter().any(|g| *g != Group::Lint) {
+    if steps.iter().any(|step| step.group != Group::Lint) {
         system::packages(place)?;
     }
     let passed = steps::run(place, &steps, PENDING);
