@@ -4,11 +4,12 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::identity::LogicalId;
+use crate::transport::tcp::TlsFiles;
 
 /// What moves the bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum TransportChoice {
-    /// UCX where RDMA is usable or `UCX_TLS` is set, else TCP; `secret` makes it TCP.
+    /// UCX where RDMA is usable or `UCX_TLS` is set, else TCP; `secret` or `tls` makes it TCP.
     #[default]
     Auto,
     /// The built-in TCP transport.
@@ -62,6 +63,8 @@ pub struct Config {
     pub transport: TransportChoice,
     /// A secret that peers must share, of at least [`MIN_SECRET`] bytes.
     pub secret: Option<Vec<u8>>,
+    /// TLS with peers, which makes the transport TCP.
+    pub tls: Option<TlsFiles>,
     /// Whether small GPU transfers may be staged through host memory.
     pub allow_staging: bool,
     /// The most bytes of rings of [step channels](crate::channel) that one peer may have in this engine's memory.
@@ -84,6 +87,7 @@ impl Config {
             spin: Duration::from_micros(500),
             transport: TransportChoice::Auto,
             secret: None,
+            tls: None,
             allow_staging: true,
             channel_bytes: CHANNEL_BYTES,
         }
@@ -143,6 +147,7 @@ impl std::fmt::Debug for Config {
             .field("spin", &self.spin)
             .field("transport", &self.transport)
             .field("secret", &self.secret.as_ref().map(|_| "…"))
+            .field("tls", &self.tls)
             .field("allow_staging", &self.allow_staging)
             .field("channel_bytes", &self.channel_bytes)
             .finish()

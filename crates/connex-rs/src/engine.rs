@@ -29,7 +29,7 @@ use crate::progress::Hub;
 use crate::region::{Access, Denied, Holder, Registry};
 use crate::stats::{Counters, PeerPath, Stats};
 use crate::transfer::{Deadline, Element, Letter, OpId, Work};
-use crate::transport::tcp::{Liveness, Tcp};
+use crate::transport::tcp::{Liveness, Tcp, Tls};
 use crate::transport::ucx::{self, Ucx};
 use crate::transport::{ConnIds, Transport};
 use crate::wire::MAX_MESSAGE;
@@ -96,11 +96,16 @@ impl Engine {
         let liveness = config
             .heartbeats()?
             .map(|(interval, timeout)| Liveness { interval, timeout });
-        let authenticated = config.checked_secret()?.is_some();
+        let authenticated = config.checked_secret()?.is_some() || config.tls.is_some();
         let (listen, advertised) = addresses(&config)?;
         let ids = ConnIds::default();
         let mut warnings = Vec::new();
         let transport: Box<dyn Transport> = match choose(config.transport, authenticated) {
+            TransportChoice::Ucx if config.tls.is_some() => {
+                return Err(Error::invalid(
+                    "tls cannot be used with transport \"ucx\": UCX's own wire stays open; use transport \"tcp\"",
+                ));
+            }
             TransportChoice::Ucx => {
                 let options = ucx::Options {
                     listen: SocketAddr::new(listen, config.port),
@@ -117,10 +122,19 @@ impl Engine {
                 }
                 Box::new(ucx)
             }
-            _ => Box::new(
-                Tcp::listen(SocketAddr::new(listen, config.port), liveness, ids)
-                    .map_err(|e| Error::new(ErrorKind::Transport, e))?,
-            ),
+            _ => {
+                let tls = config
+                    .tls
+                    .as_ref()
+                    .map(|files| Tls::load(files, &config.id));
+                let tls = tls
+                    .transpose()
+                    .map_err(|e| Error::invalid(format!("tls: {e}")))?;
+                Box::new(
+                    Tcp::listen(SocketAddr::new(listen, config.port), liveness, tls, ids)
+                        .map_err(|e| Error::new(ErrorKind::Transport, e))?,
+                )
+            }
         };
         if !authenticated {
             let warning = format!(

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use crate::config::{Config, MIN_SECRET, TransportChoice};
 use crate::error::{Error, Result};
+use crate::transport::tcp::TlsFiles;
 
 /// Names the transport: `auto`, `tcp` or `ucx`.
 pub(crate) const TRANSPORT: &str = "CONNEX_RS_TRANSPORT";
@@ -13,9 +14,16 @@ pub(crate) const TRANSPORT: &str = "CONNEX_RS_TRANSPORT";
 /// Names a file that holds the shared secret; one newline at its end does not count.
 pub(crate) const SECRET_FILE: &str = "CONNEX_RS_SECRET_FILE";
 
+/// Name the PEM files of TLS: the engine's certificate, its key, the authority of its peers.
+const TLS: [&str; 3] = [
+    "CONNEX_RS_TLS_CERT",
+    "CONNEX_RS_TLS_KEY",
+    "CONNEX_RS_TLS_CA",
+];
+
 impl Config {
     /// Fills in from the environment what is at its default: the transport from `CONNEX_RS_TRANSPORT`, the secret from
-    /// the file that `CONNEX_RS_SECRET_FILE` names. Empty variables count as unset.
+    /// the file that `CONNEX_RS_SECRET_FILE` names, TLS from `CONNEX_RS_TLS_CERT`, `_KEY` and `_CA`. Empty variables count as unset.
     ///
     /// # Errors
     /// `Invalid` with the variable and its value.
@@ -37,6 +45,22 @@ impl Config {
             && let Some(path) = variable(SECRET_FILE)
         {
             self.secret = Some(read_secret(Path::new(&path))?);
+        }
+        if self.tls.is_none() {
+            self.tls = match TLS.map(variable) {
+                [None, None, None] => None,
+                [Some(cert), Some(key), Some(ca)] => Some(TlsFiles {
+                    cert: cert.into(),
+                    key: key.into(),
+                    ca: ca.into(),
+                }),
+                _ => {
+                    return Err(Error::invalid(format!(
+                        "of {} some are set and some are not: TLS needs all three",
+                        TLS.join(", ")
+                    )));
+                }
+            };
         }
         Ok(self)
     }

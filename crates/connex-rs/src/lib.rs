@@ -35,6 +35,7 @@ pub use event::{Event, EventKind};
 pub use identity::{LogicalId, PeerUrl};
 pub use region::Access;
 pub use stats::Stats;
+pub use transport::tcp::TlsFiles;
 
 /// The README's examples are tests.
 #[cfg(doctest)]

@@ -126,11 +126,10 @@ impl Core {
             && self.dial_next(peer, link)
     }
 
-    pub(super) fn on_connected(&mut self, conn: ConnId, subject: Option<String>) {
-        let Some(entry) = self.conns.get_mut(&conn) else {
+    pub(super) fn on_connected(&mut self, conn: ConnId) {
+        let Some(entry) = self.conns.get(&conn) else {
             return;
         };
-        entry.subject = subject;
         if let (Some(peer), Some(key), Stage::Dialling) = (entry.peer, entry.key, entry.stage) {
             self.input(peer, Input::Connected { link: key.id });
         }
@@ -221,10 +220,9 @@ impl Core {
 
     // ---- strangers ----------------------------------------------------------------------------
 
-    pub(super) fn on_accepted(&mut self, conn: ConnId, from: SocketAddr, subject: Option<String>) {
+    pub(super) fn on_accepted(&mut self, conn: ConnId, from: SocketAddr) {
         self.shared.counters.eps_created.add_one();
         let mut entry = Conn::new(Stage::Stranger);
-        entry.subject = subject;
         entry.deadline = Some(self.now + HANDSHAKE_TIMEOUT);
         self.conns.insert(conn, entry);
         self.strangers += 1;
@@ -393,11 +391,14 @@ impl Core {
             return;
         };
         entry.stage = Stage::Admitted;
-        entry.deadline = None;
+        // Longer than any dial of ours that it may be parked behind.
+        let until = self.now + CONNECT_TIMEOUT + HANDSHAKE_TIMEOUT;
+        entry.deadline = Some(until);
         entry.window = window;
         self.strangers -= 1;
         let key = LinkKey::theirs(LinkId(greet.link));
         entry.key = Some(key);
+        self.check_at(until);
         let peer = self.peer_index(&id);
         if let Some(entry) = self.conns.get_mut(&conn) {
             entry.peer = Some(peer);

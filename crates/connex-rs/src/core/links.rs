@@ -507,8 +507,9 @@ impl Core {
         }
         if Self::is_stranger(&entry) {
             self.strangers -= 1;
-            if let Gone::Protocol { detail } = &gone {
-                self.stranger_refused(detail);
+            match &gone {
+                Gone::Protocol { detail } => self.stranger_refused(detail),
+                _ => self.stranger_refused("a connection that ended before it said who it is"),
             }
         }
         if let Some(link) = entry.link.take() {

@@ -24,12 +24,18 @@ const MAX_REFUSED: usize = 4096;
 const PROGRESS_EVERY: u64 = 200_000_000;
 
 impl Upcalls for Core {
-    fn accepted(&mut self, conn: ConnId, from: SocketAddr, subject: Option<String>) {
-        self.on_accepted(conn, from, subject);
+    fn accepted(&mut self, conn: ConnId, from: SocketAddr) {
+        self.on_accepted(conn, from);
     }
 
-    fn connected(&mut self, conn: ConnId, subject: Option<String>) {
-        self.on_connected(conn, subject);
+    fn connected(&mut self, conn: ConnId) {
+        self.on_connected(conn);
+    }
+
+    fn proven(&mut self, conn: ConnId, subject: String) {
+        if let Some(entry) = self.conns.get_mut(&conn) {
+            entry.subject = Some(subject);
+        }
     }
 
     fn heard(&mut self, conn: ConnId) {

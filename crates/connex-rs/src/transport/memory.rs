@@ -167,12 +167,12 @@ impl Memory {
                         from: (self.local, id),
                     },
                 );
-                up.accepted(id, from.0, None);
+                up.accepted(id, from.0);
             }
             Letter::Accepted { mine, from } => match self.ends.get_mut(&mine) {
                 Some(end) => {
                     *end = Some(from);
-                    up.connected(mine, None);
+                    up.connected(mine);
                 }
                 None => self
                     .network

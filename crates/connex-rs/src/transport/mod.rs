@@ -215,11 +215,15 @@ pub struct Refuse(pub String);
 
 /// What a transport tells the engine, from inside [`Transport::progress`].
 pub trait Upcalls {
-    /// A stranger connected; frames may follow. `subject` is the identity that the transport itself
-    /// has proven (the certificate's URI name), if it does that.
-    fn accepted(&mut self, conn: ConnId, from: SocketAddr, subject: Option<String>);
-    /// Our dial came through; frames may be sent and may come. `subject` as in `accepted`.
-    fn connected(&mut self, conn: ConnId, subject: Option<String>);
+    /// A stranger connected; frames may follow.
+    fn accepted(&mut self, conn: ConnId, from: SocketAddr);
+    /// Our dial came through; frames may be sent and may come.
+    fn connected(&mut self, conn: ConnId);
+    /// The transport has proven who is at the other end (by a certificate's URI name). Before any frame, and before
+    /// `connected` of a dial.
+    fn proven(&mut self, conn: ConnId, subject: String) {
+        let _ = (conn, subject);
+    }
     /// Bytes came on this connection, be it in the middle of a frame.
     fn heard(&mut self, conn: ConnId);
     /// The head of a frame is complete and a body of `body_len` bytes follows: where to?

@@ -10,6 +10,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use socket2::Socket;
 
 use super::PIECE;
+use super::tls::{Reads, Session};
 use crate::fork::Private;
 use crate::transport::{
     Body, Class, ConnId, Frame, MAX_HEAD, Place, Received, Refuse, Target, Upcalls,
@@ -126,6 +127,7 @@ pub(super) struct Conn {
     #[expect(dead_code, reason = "held for its drop")]
     private: Private,
     socket: Socket,
+    tls: Option<Session>,
     urgent: VecDeque<Outgoing>,
     bulk: VecDeque<Outgoing>,
     /// Whether the front of `bulk` is partly sent: then it goes on before anything else.
@@ -141,6 +143,7 @@ impl Conn {
             id,
             private: Private::new(socket.as_raw_fd()),
             socket,
+            tls: None,
             urgent: VecDeque::new(),
             bulk: VecDeque::new(),
             bulk_started: false,
@@ -225,7 +228,8 @@ impl Conn {
         let mut queued: libc::c_int = 0;
         // SAFETY: the request writes one int.
         let rc = unsafe { libc::ioctl(self.fd(), libc::TIOCOUTQ, &raw mut queued) };
-        self.has_output() || (rc == 0 && queued > 0)
+        let encrypted = self.tls.as_ref().is_some_and(Session::has_output);
+        self.has_output() || encrypted || (rc == 0 && queued > 0)
     }
 
     /// Reads and throws away what has come; false once the stream has ended.
@@ -242,6 +246,9 @@ impl Conn {
 
     /// Sends what the socket takes. True if all is out, false if it would block.
     pub(super) fn flush(&mut self, sent: &mut u64) -> io::Result<bool> {
+        if self.tls.is_some() {
+            return self.flush_encrypted(sent);
+        }
         let mut iov = Vec::with_capacity(2 * GATHER);
         while self.has_output() {
             iov.clear();
@@ -257,6 +264,53 @@ impl Conn {
             }
         }
         Ok(true)
+    }
+
+    /// As [`flush`](Self::flush), through TLS. Frames wait until its handshake is done.
+    fn flush_encrypted(&mut self, sent: &mut u64) -> io::Result<bool> {
+        let mut iov = Vec::with_capacity(2);
+        loop {
+            let Some(tls) = &mut self.tls else {
+                return Ok(true);
+            };
+            if !tls.send(&self.socket)? {
+                return Ok(false);
+            }
+            if !tls.is_open() {
+                return Ok(true);
+            }
+            iov.clear();
+            let Some(outgoing) = self.in_order().next() else {
+                return Ok(true);
+            };
+            outgoing.gather(&mut iov);
+            let mut taken = 0;
+            for part in &iov {
+                // SAFETY: the part lies in the frame's own bytes or in memory that its lease keeps valid.
+                let bytes =
+                    unsafe { std::slice::from_raw_parts(part.iov_base.cast::<u8>(), part.iov_len) };
+                let Some(tls) = &mut self.tls else {
+                    return Ok(true);
+                };
+                let n = tls.write(bytes)?;
+                taken += n;
+                if n < bytes.len() {
+                    break;
+                }
+            }
+            *sent += taken as u64;
+            self.advance(taken);
+        }
+    }
+
+    /// Starts TLS on the connection, before anything is sent or received.
+    pub(super) fn secure(&mut self, session: Session) {
+        self.tls = Some(session);
+    }
+
+    /// Whether everything that is needed before frames may travel has been done.
+    pub(super) fn is_open(&self) -> bool {
+        self.tls.as_ref().is_none_or(Session::is_open)
     }
 
     /// The queued frames in the order in which they go out.
@@ -332,6 +386,26 @@ impl Conn {
         hot: &mut [u8],
         up: &mut dyn Upcalls,
     ) -> Result<(Io, usize), Broken> {
+        if let Some(tls) = &mut self.tls {
+            let read = tls.read(&self.socket, hot);
+            if let Some(subject) = tls.newly_proven() {
+                up.proven(self.id, subject);
+            }
+            return match read {
+                Ok(Reads::Plain(n)) => {
+                    up.heard(self.id);
+                    self.take(&hot[..n], up)?;
+                    // More may lie decrypted in the session: only `Blocked` ends the round.
+                    Ok((Io::Moved(n), n))
+                }
+                Ok(Reads::Blocked) => Ok((Io::Blocked, 0)),
+                Ok(Reads::End) => Ok((Io::End, 0)),
+                Err(e) if e.kind() == io::ErrorKind::InvalidData => {
+                    Err(Broken::Protocol(e.to_string()))
+                }
+                Err(e) => Err(Broken::Io(e)),
+            };
+        }
         if let Reading::Memory { target, filled } = &mut self.reading {
             let left = target.len - *filled;
             let at = target.ptr.wrapping_add(*filled);

@@ -5,6 +5,7 @@
 
 mod conn;
 mod listener;
+mod tls;
 
 use std::collections::HashMap;
 use std::io;
@@ -23,6 +24,7 @@ use super::{Caps, Class, Close, ConnId, ConnIds, Frame, Gone, Transport, Upcalls
 
 pub use self::listener::BIND_RETRY;
 pub(in crate::transport) use self::listener::bind;
+pub use self::tls::{Tls, TlsFiles, uri_of};
 
 /// The longest body of a frame. Chosen by measurement: below 128 KiB the cost per frame shows,
 /// above 512 KiB a piece leaves the cache between the socket and its place (`docs/results.md`).
@@ -85,6 +87,7 @@ pub struct Tcp {
     accepting: bool,
     accept_backoffs: u64,
     liveness: Option<Liveness>,
+    tls: Option<Tls>,
     slots: HashMap<ConnId, Slot>,
     /// How many of them are [`State::Parting`].
     parting: usize,
@@ -113,6 +116,8 @@ struct Slot {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
     Connecting,
+    /// Connected; the TLS handshake of our dial is under way.
+    Securing,
     Open,
     /// Sends what is queued, then ends its stream.
     Flushing,
@@ -134,6 +139,7 @@ impl Tcp {
     pub fn listen(
         addr: SocketAddr,
         liveness: Option<Liveness>,
+        tls: Option<Tls>,
         ids: ConnIds,
     ) -> Result<Self, String> {
         let listener = listener::bind(addr)?;
@@ -174,6 +180,7 @@ impl Tcp {
             accepting: true,
             accept_backoffs: 0,
             liveness,
+            tls,
             slots: HashMap::new(),
             dirty: Vec::new(),
             talker: None,
@@ -258,8 +265,9 @@ impl Tcp {
                         && self
                             .insert(id, socket, State::Open, epoll::EventFlags::IN)
                             .is_ok()
+                        && self.secure(id, Tls::accept)
                     {
-                        up.accepted(id, from, None);
+                        up.accepted(id, from);
                     }
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
@@ -459,7 +467,7 @@ impl Tcp {
         let Some(slot) = self.slots.get_mut(&id) else {
             return 0;
         };
-        if !matches!(slot.state, State::Open | State::Flushing) {
+        if !matches!(slot.state, State::Securing | State::Open | State::Flushing) {
             return 0;
         }
         let mut sent = 0;
@@ -495,10 +503,10 @@ impl Tcp {
             return 0;
         };
         match slot.conn.receive(&mut self.hot, up) {
-            Ok(0) => 0,
+            Ok(0) => self.secured(id, up),
             Ok(n) => {
                 self.talker = Some(id);
-                n
+                n + self.secured(id, up)
             }
             Err((n, broken)) => {
                 self.end_broken(id, broken);
@@ -507,15 +515,58 @@ impl Tcp {
         }
     }
 
+    /// Starts TLS on a connection, if the engine has it; false if that failed.
+    fn secure(
+        &mut self,
+        id: ConnId,
+        begin: fn(&Tls) -> Result<tls::Session, rustls::Error>,
+    ) -> bool {
+        let (Some(tls), Some(slot)) = (&self.tls, self.slots.get_mut(&id)) else {
+            return true;
+        };
+        match begin(tls) {
+            Ok(session) => slot.conn.secure(session),
+            Err(e) => {
+                tracing::warn!(target: "connex_rs::transport", %e, "TLS");
+                return false;
+            }
+        }
+        true
+    }
+
+    /// A dial whose TLS handshake is done is connected.
+    fn secured(&mut self, id: ConnId, up: &mut dyn Upcalls) -> usize {
+        let Some(slot) = self.slots.get_mut(&id) else {
+            return 0;
+        };
+        if slot.state != State::Securing || !slot.conn.is_open() {
+            return 0;
+        }
+        slot.state = State::Open;
+        self.flush(id);
+        up.connected(id);
+        1
+    }
+
     fn finish_dial(&mut self, id: ConnId, up: &mut dyn Upcalls) {
         let Some(slot) = self.slots.get_mut(&id) else {
             return;
         };
         match slot.conn.socket().take_error() {
             Ok(None) => {
+                if self.tls.is_some() {
+                    slot.state = State::Securing;
+                    if self.secure(id, Tls::dial) {
+                        self.flush(id);
+                    } else {
+                        let detail = "a TLS session cannot be started".to_owned();
+                        self.end(id, Gone::Unreachable { detail });
+                    }
+                    return;
+                }
                 slot.state = State::Open;
                 self.watch(id, epoll::EventFlags::IN);
-                up.connected(id, None);
+                up.connected(id);
             }
             Ok(Some(e)) | Err(e) => {
                 let why = match gone_of(&e) {

@@ -354,11 +354,7 @@ impl Ucx {
                 self.insert(id, Conn::new(endpoint, State::Open, self.unknown_caps()));
                 self.learn_caps(id);
                 self.post_note(id, kind::GREETING);
-                up.accepted(
-                    id,
-                    from.unwrap_or(SocketAddr::from(([0, 0, 0, 0], 0))),
-                    None,
-                );
+                up.accepted(id, from.unwrap_or(SocketAddr::from(([0, 0, 0, 0], 0))));
             }
             Err(e) => {
                 // The client sees a reset and tries again; nothing of the request is left here to spin on.
@@ -446,7 +442,7 @@ impl Receiver for Inbox<'_> {
             kind::GREETING if conn.state == State::Dialing => {
                 conn.state = State::Open;
                 self.table.opened.push(conn_id);
-                self.up.connected(conn_id, None);
+                self.up.connected(conn_id);
                 Ok(())
             }
             kind::GREETING => Err("a second greeting came".to_owned()),

@@ -23,12 +23,12 @@ struct Log {
 }
 
 impl Upcalls for Log {
-    fn accepted(&mut self, conn: ConnId, from: SocketAddr, subject: Option<String>) {
-        assert!(from.ip().is_loopback() && subject.is_none());
+    fn accepted(&mut self, conn: ConnId, from: SocketAddr) {
+        assert!(from.ip().is_loopback());
         self.accepted.push(conn);
     }
 
-    fn connected(&mut self, conn: ConnId, _: Option<String>) {
+    fn connected(&mut self, conn: ConnId) {
         assert!(!self.closed.contains_key(&conn));
         self.connected.push(conn);
     }
