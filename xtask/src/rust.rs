@@ -73,11 +73,16 @@ pub(crate) fn doc_tests(place: &Place) -> Result<()> {
         .env("CONNEX_RS_UCX", ucx::preferred(place)?))
 }
 
-/// The wrapper of UCX with this UCX.
-pub(crate) fn wrapper(place: &Place, version: &str) -> Result<()> {
+/// The wrapper of UCX, and the engine over it, with this UCX.
+pub(crate) fn with_ucx(place: &Place, version: &str) -> Result<()> {
+    let ucx = ucx::get(place, version)?.lib;
     run(runner(place)?
         .args(["-p", "connex-ucx"])
-        .env("CONNEX_RS_UCX", ucx::get(place, version)?.lib))
+        .env("CONNEX_RS_UCX", &ucx))?;
+    // Tests and modules that concern UCX have it in their names.
+    run(runner(place)?
+        .args(["-p", "connex-rs", "ucx"])
+        .env("CONNEX_RS_UCX", &ucx))
 }
 
 /// An example program of connex-rs.
@@ -174,6 +179,7 @@ fn runner(place: &Place) -> Result<Command> {
             "--lib",
             "--bins",
             "--tests",
+            "--no-fail-fast",
         ]);
     }
     Ok(command)
