@@ -10,11 +10,7 @@ use crate::{demo, licences, python, readme, rust, system, ucx, wheel};
 
 /// Files and folders that are not written yet: the steps that need them are shown as such. An entry goes
 /// when its thing lands.
-const PENDING: &[&str] = &[
-    "python/examples/pipeline.py",
-    "crates/connex-rs/examples/pipeline.rs",
-    "tests/Cargo.toml",
-];
+const PENDING: &[&str] = &["python/examples/pipeline.py", "tests/Cargo.toml"];
 
 /// Runs the steps of the groups in `only`, all if it is empty, whose name contains `name`.
 pub(crate) fn run(
@@ -67,15 +63,15 @@ fn all() -> Vec<Step> {
         step(Rust, "documentation tests", None, rust::doc_tests),
     ];
     steps.extend(ucx::names().map(|version| {
-        let name = format!("wrapper, UCX {version}");
+        let name = format!("over UCX {version}");
         step(Rust, &name, None, move |place| {
-            rust::wrapper(place, version)
+            rust::with_ucx(place, version)
         })
     }));
     steps.push(step(
         Rust,
         "example pipeline.rs",
-        Some("crates/connex-rs/examples/pipeline.rs"),
+        Some("examples/pipeline.rs"),
         |place| rust::example(place, "pipeline"),
     ));
     steps.push(step(Python, "wheel", module, |place| {
