@@ -41,7 +41,13 @@ pub(crate) fn clippy(place: &Place) -> Result<()> {
 /// The documentation builds, its links lead somewhere.
 pub(crate) fn documentation(place: &Place) -> Result<()> {
     run(cargo(place)
-        .args(["doc", "--workspace", "--no-deps", "--locked"])
+        .args([
+            "doc",
+            "--workspace",
+            "--no-deps",
+            "--document-private-items",
+            "--locked",
+        ])
         .env("RUSTDOCFLAGS", "-D warnings"))
 }
 
