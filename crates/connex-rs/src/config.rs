@@ -42,6 +42,9 @@ pub const MIN_SECRET: usize = 16;
 /// of milliseconds can hold.
 pub const MAX_TIMEOUT: Duration = Duration::from_millis(i32::MAX as u64);
 
+/// The shortest stall time.
+pub const MIN_STALL: Duration = Duration::from_millis(20);
+
 /// What an engine is told at its start. Begin with [`Config::new`] and change what is to differ.
 #[derive(Clone)]
 pub struct Config {
@@ -69,6 +72,10 @@ pub struct Config {
     pub allow_staging: bool,
     /// The most bytes of rings of [step channels](crate::channel) that one peer may have in this engine's memory.
     pub channel_bytes: u64,
+    /// Whether a sentinel tells peers of this process's death. Obituaries of peers are received in any case.
+    pub sentinel: bool,
+    /// Time without progress of the process after which its sentinel makes peers suspect it; `None`: never. Needs `sentinel`.
+    pub stall: Option<Duration>,
 }
 
 /// Default of [`Config::channel_bytes`]. Rings are mapped, not filled: untouched slots use no memory.
@@ -90,6 +97,8 @@ impl Config {
             tls: None,
             allow_staging: true,
             channel_bytes: CHANNEL_BYTES,
+            sentinel: true,
+            stall: None,
         }
     }
 
@@ -118,6 +127,21 @@ impl Config {
             )));
         }
         Ok(Some((interval, timeout)))
+    }
+
+    /// The stall time, checked.
+    ///
+    /// # Errors
+    /// `Invalid` if it is out of range.
+    pub(crate) fn checked_stall(&self) -> Result<Option<Duration>> {
+        match self.stall.filter(|s| !s.is_zero()) {
+            Some(stall) if !(MIN_STALL..=MAX_TIMEOUT).contains(&stall) => {
+                Err(Error::invalid(format!(
+                    "a stall time of {stall:?}: it must be between {MIN_STALL:?}, below which ordinary scheduling looks like a stall, and {MAX_TIMEOUT:?}"
+                )))
+            }
+            other => Ok(other),
+        }
     }
 
     /// The secret, checked.
@@ -150,6 +174,8 @@ impl std::fmt::Debug for Config {
             .field("tls", &self.tls)
             .field("allow_staging", &self.allow_staging)
             .field("channel_bytes", &self.channel_bytes)
+            .field("sentinel", &self.sentinel)
+            .field("stall", &self.stall)
             .finish()
     }
 }

@@ -27,6 +27,7 @@ use crate::inbox::Inbox;
 use crate::memory::Pages;
 use crate::progress::Hub;
 use crate::region::{Access, Denied, Holder, Registry};
+use crate::sentinel::{Seat, Wish};
 use crate::stats::{Counters, PeerPath, Stats};
 use crate::transfer::{Deadline, Element, Letter, OpId, Work};
 use crate::transport::tcp::{Liveness, Tcp, Tls};
@@ -97,6 +98,7 @@ impl Engine {
             .heartbeats()?
             .map(|(interval, timeout)| Liveness { interval, timeout });
         let authenticated = config.checked_secret()?.is_some() || config.tls.is_some();
+        config.checked_stall()?;
         let (listen, advertised) = addresses(&config)?;
         let ids = ConnIds::default();
         let mut warnings = Vec::new();
@@ -143,24 +145,25 @@ impl Engine {
             tracing::info!(target: "connex_rs::engine", "{warning}");
             warnings.push(warning);
         }
-        Self::run_over(config, transport, advertised, warnings)
+        Self::run_over(config, transport, Some(listen), advertised, warnings)
     }
 
-    /// Starts an engine over a transport that is there already. For tests.
+    /// Starts an engine over a transport that is there already, without a sentinel. For tests.
     ///
     /// # Errors
     /// As for [`start`](Self::start).
     #[doc(hidden)]
     pub fn start_over(config: Config, transport: Box<dyn Transport>) -> Result<Self> {
         let advertised = transport.local_addr().ip();
-        Self::run_over(config, transport, advertised, Vec::new())
+        Self::run_over(config, transport, None, advertised, Vec::new())
     }
 
     fn run_over(
         config: Config,
         mut transport: Box<dyn Transport>,
+        listen: Option<IpAddr>,
         advertised: IpAddr,
-        warnings: Vec<String>,
+        mut warnings: Vec<String>,
     ) -> Result<Self> {
         let heartbeats = config.heartbeats()?;
         let secret = config.checked_secret()?.map(<[u8]>::to_vec);
@@ -173,12 +176,26 @@ impl Engine {
             port: local.port(),
             id: config.id.clone(),
         };
+        let incarnation = Incarnation {
+            start_ns: wall_ns(),
+            random: rand::rng().next_u64(),
+        };
+        let stall = config.checked_stall()?;
+        let wish = listen.map(|listen| Wish {
+            sentinel: config.sentinel,
+            stall,
+            listen: SocketAddr::new(listen, local.port()),
+        });
+        if stall.is_some() && !config.sentinel {
+            let warning =
+                "stalls are not watched for: that needs the sentinel, which is switched off";
+            tracing::warn!(target: "connex_rs::engine", "{warning}");
+            warnings.push(warning.to_owned());
+        }
         let shared = Arc::new(Shared {
             id: Arc::new(config.id.clone()),
-            incarnation: Incarnation {
-                start_ns: wall_ns(),
-                random: rand::rng().next_u64(),
-            },
+            incarnation,
+            seat: wish.map_or_else(Seat::none, |wish| Seat::take(&wish, incarnation)),
             local_url: local_url.to_string(),
             counters: Counters::default(),
             events: EventQueue::default(),
@@ -193,6 +210,12 @@ impl Engine {
         let name = transport.name();
         let one_sided = transport.one_sided().is_some();
         let hub = Hub::new(shared, transport, config.spin)?;
+        hub.shared.seat.attach(Arc::downgrade(&hub)).map_err(|e| {
+            Error::new(
+                ErrorKind::Transport,
+                format!("cannot watch for obituaries: {e}"),
+            )
+        })?;
         let thread = std::thread::Builder::new()
             .name("connex-progress".into())
             .spawn({
@@ -958,6 +981,8 @@ impl Engine {
         stats.transport = self.0.transport.to_owned();
         stats.warnings = self.0.warnings.clone();
         if fork::is_native(self.0.born) {
+            (stats.sentinel, stats.sentinel_restarts) = shared.seat.state();
+            stats.warnings.extend(shared.seat.warnings());
             stats.paths = shared
                 .paths
                 .lock()
@@ -1043,6 +1068,7 @@ impl Handle {
             self.hub.shared.events.close();
             self.hub.shared.inbox.close();
             self.hub.shared.channels.close();
+            self.hub.shared.seat.leave();
             let thread = self.thread.lock().take();
             if let (true, Some(thread)) = (ended, thread) {
                 // It has said that it ends; a panic of it was reported when it happened.

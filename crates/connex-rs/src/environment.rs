@@ -14,6 +14,9 @@ pub(crate) const TRANSPORT: &str = "CONNEX_RS_TRANSPORT";
 /// Names a file that holds the shared secret; one newline at its end does not count.
 pub(crate) const SECRET_FILE: &str = "CONNEX_RS_SECRET_FILE";
 
+/// `0`: no sentinel, whatever the program says.
+const SENTINEL: &str = "CONNEX_RS_SENTINEL";
+
 /// Name the PEM files of TLS: the engine's certificate, its key, the authority of its peers.
 const TLS: [&str; 3] = [
     "CONNEX_RS_TLS_CERT",
@@ -23,7 +26,8 @@ const TLS: [&str; 3] = [
 
 impl Config {
     /// Fills in from the environment what is at its default: the transport from `CONNEX_RS_TRANSPORT`, the secret from
-    /// the file that `CONNEX_RS_SECRET_FILE` names, TLS from `CONNEX_RS_TLS_CERT`, `_KEY` and `_CA`. Empty variables count as unset.
+    /// the file that `CONNEX_RS_SECRET_FILE` names, TLS from `CONNEX_RS_TLS_CERT`, `_KEY` and `_CA`.
+    /// `CONNEX_RS_SENTINEL=0` switches the sentinel off. Empty variables count as unset.
     ///
     /// # Errors
     /// `Invalid` with the variable and its value.
@@ -47,7 +51,7 @@ impl Config {
             self.secret = Some(read_secret(Path::new(&path))?);
         }
         if self.tls.is_none() {
-            self.tls = match TLS.map(variable) {
+            self.tls = match TLS.map(&variable) {
                 [None, None, None] => None,
                 [Some(cert), Some(key), Some(ca)] => Some(TlsFiles {
                     cert: cert.into(),
@@ -61,6 +65,13 @@ impl Config {
                     )));
                 }
             };
+        }
+        match variable(SENTINEL).as_deref() {
+            None | Some("1") => {}
+            Some("0") => self.sentinel = false,
+            Some(other) => {
+                return Err(Error::invalid(format!("{SENTINEL}={other}: use 0 or 1")));
+            }
         }
         Ok(self)
     }

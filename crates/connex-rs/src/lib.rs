@@ -21,6 +21,7 @@ mod memory;
 pub mod peer;
 mod progress;
 pub mod region;
+mod sentinel;
 pub mod stats;
 mod transfer;
 pub mod transport;
@@ -34,7 +35,7 @@ pub use error::{Error, ErrorKind, Result};
 pub use event::{Event, EventKind};
 pub use identity::{LogicalId, PeerUrl};
 pub use region::Access;
-pub use stats::Stats;
+pub use stats::{SentinelState, Stats};
 pub use transport::tcp::TlsFiles;
 
 /// The README's examples are tests.

@@ -126,6 +126,15 @@ impl Hub {
         self.serve();
     }
 
+    /// Hands a command to whoever drives, from a thread that is not to drive itself.
+    pub(crate) fn notify(&self, command: Command) {
+        self.commands.push(command);
+        fence(Ordering::SeqCst);
+        if self.asleep.load(Ordering::SeqCst) {
+            self.wake_up();
+        }
+    }
+
     /// Drives for one turn if nobody does.
     fn serve(self: &Arc<Self>) {
         loop {
@@ -293,7 +302,10 @@ impl Hub {
 
     fn sleep(self: &Arc<Self>, mut driver: MutexGuard<'_, Driver>) {
         let ready = driver.transport.as_mut().is_some_and(|t| !t.arm());
-        let until = driver.core.next_tick();
+        let until = driver
+            .core
+            .next_tick()
+            .min(now_ns().saturating_add(self.shared.seat.longest_sleep()));
         self.sleeping_until.store(until, Ordering::SeqCst);
         self.asleep.store(true, Ordering::SeqCst);
         let mut woken = Vec::new();
@@ -380,6 +392,7 @@ impl Driver {
     /// Does what there is to be done; returns how much that was.
     fn turn(&mut self, hub: &Arc<Hub>) -> usize {
         self.core.now = now_ns();
+        hub.shared.seat.beat();
         let mut n = 0;
         while n < COMMANDS_PER_TURN {
             let Some(command) = hub.commands.pop() else {
@@ -420,7 +433,7 @@ impl Driver {
                     Out::Send(conn, frame) => transport.send(conn, frame),
                     Out::Dial { peer, link, to } => {
                         let conn = transport.dial(to);
-                        self.core.dialled(peer, link, conn);
+                        self.core.dialled(peer, link, conn, to);
                     }
                     Out::Resolve { peer, link } => hub.resolve(&self.core, peer, link),
                     Out::Close(conn, how) => transport.close(conn, how),

@@ -53,6 +53,8 @@ macro_rules! counters {
             pub transport: String,
             /// For each peer with a live link what carries its data.
             pub paths: Vec<PeerPath>,
+            /// The helper process that tells peers of the death of this one.
+            pub sentinel: SentinelState,
             /// Plain sentences on what makes this engine slower or less safe than it could be.
             pub warnings: Vec<String>,
         }
@@ -122,6 +124,49 @@ counters! {
     requests_refused,
     /// Times accept found no descriptor left.
     accept_backoffs,
+    /// Links ended by an obituary of the peer's sentinel.
+    obituaries,
+    /// Datagrams that no live link was waiting for: forged, late, or a second copy.
+    obituaries_unknown,
+    /// Links ended because the peer's sentinel said that the peer is stalled.
+    stall_suspicions,
+    /// Links whose peer will not be told of this process's death, because the sentinel's table is full.
+    obituaries_unlisted,
+    /// Times this process's sentinel was started again.
+    sentinel_restarts,
+}
+
+/// How the helper process of this process's engines is.
+#[non_exhaustive]
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub enum SentinelState {
+    /// Not asked for, or the engine is closed.
+    #[default]
+    Off,
+    /// Being started.
+    Starting,
+    /// It watches.
+    Running {
+        /// Its process id.
+        pid: u32,
+    },
+    /// It cannot run here: peers learn of this process's death by their transport.
+    Unavailable {
+        /// What was tried, and the system's words.
+        reason: String,
+    },
+}
+
+impl SentinelState {
+    /// `off`, `starting`, `running`, `unavailable`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Starting => "starting",
+            Self::Running { .. } => "running",
+            Self::Unavailable { .. } => "unavailable",
+        }
+    }
 }
 
 /// What carries the data of one peer.

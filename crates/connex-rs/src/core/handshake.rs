@@ -13,7 +13,7 @@ use super::{
     Stage,
 };
 use crate::host;
-use crate::identity::{Incarnation, LogicalId, PeerUrl};
+use crate::identity::{Host, Incarnation, LogicalId, PeerUrl};
 use crate::inbox::WINDOW;
 use crate::peer::{Greeting as LinkGreeting, Input, LinkId, LinkKey, Refusal, Why};
 use crate::transport::{Close, ConnId, Gone, Refuse};
@@ -155,7 +155,7 @@ impl Core {
                 .map(|key| (key.dialler == crate::peer::Dialler::Me, key.id.0)),
         };
         let wanted = Some((*self.peers[peer].id).clone());
-        let body = self.greeting(peer, wanted, None).encode();
+        let body = self.greeting(conn, peer, wanted, None).encode();
         self.send_with(conn, &Message::Hello(greet), body);
     }
 
@@ -192,11 +192,22 @@ impl Core {
             nonce,
             lost: None,
         };
-        let body = self.greeting(peer, None, mac).encode();
+        let body = self.greeting(conn, peer, None, mac).encode();
         self.send_with(conn, &Message::Welcome(greet), body);
     }
 
-    fn greeting(&self, peer: usize, wanted: Option<LogicalId>, mac: Option<[u8; 32]>) -> Greeting {
+    /// What goes out on `conn`, with a token of its own for the obituary.
+    fn greeting(
+        &mut self,
+        conn: ConnId,
+        peer: usize,
+        wanted: Option<LogicalId>,
+        mac: Option<[u8; 32]>,
+    ) -> Greeting {
+        let obituaries = self.shared.seat.address();
+        if let Some(entry) = self.conns.get_mut(&conn) {
+            entry.issued = obituaries.map(|(_, token)| token);
+        }
         let held = self.shared.inbox.held_for(&self.peers[peer].id);
         Greeting {
             id: Some((*self.shared.id).clone()),
@@ -205,7 +216,7 @@ impl Core {
             window: WINDOW.saturating_sub(held),
             mac,
             host: String::new(),
-            obituaries: None,
+            obituaries,
         }
     }
 
@@ -223,6 +234,7 @@ impl Core {
     pub(super) fn on_accepted(&mut self, conn: ConnId, from: SocketAddr) {
         self.shared.counters.eps_created.add_one();
         let mut entry = Conn::new(Stage::Stranger);
+        entry.far = Some(from);
         entry.deadline = Some(self.now + HANDSHAKE_TIMEOUT);
         self.conns.insert(conn, entry);
         self.strangers += 1;
@@ -379,17 +391,25 @@ impl Core {
         let Some(entry) = self.conns.get_mut(&conn) else {
             return;
         };
-        let Some((greet, id, url, window)) = entry.hello.as_ref().and_then(|hello| {
+        let Some((greet, id, url, window, obituaries)) = entry.hello.as_ref().and_then(|hello| {
             let (greet, greeting) = &**hello;
             Some((
                 *greet,
                 greeting.id.clone()?,
                 greeting.url.clone(),
                 greeting.window,
+                greeting.obituaries,
             ))
         }) else {
             return;
         };
+        entry.life = Some(greet.incarnation);
+        entry.obituaries = obituaries.and_then(|(port, token)| {
+            let ip = listens_at(&url).or(entry.far)?;
+            // A scope is never told: it is that of the way the peer came.
+            let ip = entry.far.filter(|far| far.ip() == ip.ip()).unwrap_or(ip);
+            Some((with_port(ip, port), token))
+        });
         entry.stage = Stage::Admitted;
         // Longer than any dial of ours that it may be parked behind.
         let until = self.now + CONNECT_TIMEOUT + HANDSHAKE_TIMEOUT;
@@ -575,6 +595,11 @@ impl Core {
         }
         if let Some(entry) = self.conns.get_mut(&conn) {
             entry.window = greeting.window;
+            entry.life = Some(greet.incarnation);
+            entry.obituaries = entry
+                .far
+                .zip(greeting.obituaries)
+                .map(|(far, (port, token))| (with_port(far, port), token));
         }
         self.learn_url(peer, &greeting.url);
         self.input(
@@ -666,6 +691,21 @@ impl Core {
             result,
         }
     }
+}
+
+/// The address in a URL, if it is one and not a name.
+fn listens_at(url: &str) -> Option<SocketAddr> {
+    let url: PeerUrl = url.parse().ok()?;
+    match url.host {
+        Host::V4(ip) => Some((ip, url.port).into()),
+        Host::V6 { addr, .. } => Some((addr, url.port).into()),
+        Host::Name(_) => None,
+    }
+}
+
+fn with_port(mut addr: SocketAddr, port: u16) -> SocketAddr {
+    addr.set_port(port);
+    addr
 }
 
 /// The name of a handshake frame, for error texts.

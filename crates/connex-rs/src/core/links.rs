@@ -14,6 +14,7 @@ use crate::heartbeat::Heartbeat;
 use crate::identity::{Incarnation, LogicalId, PeerUrl};
 use crate::inbox::{Credit, WINDOW};
 use crate::peer::{Effect, How, Input, LinkId, LinkKey, Phase, Refusal, Why, Work as PeerWork};
+use crate::sentinel::Notice;
 use crate::transport::{Caps, ConnId, Gone};
 use crate::wire::{GoodbyeCode, Message};
 
@@ -297,6 +298,14 @@ impl Core {
             return;
         };
         entry.stage = Stage::Live;
+        if let Some(life) = entry.life
+            && !self
+                .shared
+                .seat
+                .link_up(conn, life, entry.issued, entry.obituaries)
+        {
+            self.shared.counters.obituaries_unlisted.add_one();
+        }
         entry.deadline = None;
         entry.hello = None;
         entry.link = Some(Box::new(Link {
@@ -386,6 +395,7 @@ impl Core {
             self.shared.paths.lock().remove(&*self.peers[peer].id);
             self.shared.inbox.forget(conn);
             self.channels_lost(conn, &error);
+            self.shared.seat.link_down(conn);
         }
         if !self.release(conn, error) {
             return;
@@ -441,8 +451,43 @@ impl Core {
         true
     }
 
-    /// This engine suspects a link: closes it, and tells the state machine once no memory is in use any more.
+    /// The peer's sentinel says how the peer is. Its token names this very link, so that no later one can be meant.
+    pub(super) fn obituary(&mut self, conn: ConnId, notice: Notice) {
+        let live = |c: &Conn| c.stage == Stage::Live && c.verdict.is_none();
+        if !self.conns.get(&conn).is_some_and(live) {
+            return;
+        }
+        let counters = &self.shared.counters;
+        match notice {
+            Notice::Died => {
+                counters.obituaries.add_one();
+                let reason = "peer died: obituary of its sentinel".to_owned();
+                self.give_up(conn, Why::Dead, reason);
+            }
+            Notice::Dumping => {
+                counters.obituaries.add_one();
+                let reason =
+                    "peer died: its sentinel says that its core is being dumped".to_owned();
+                self.give_up(conn, Why::Dead, reason);
+            }
+            Notice::Stalled(ms) => {
+                counters.stall_suspicions.add_one();
+                let reason = format!(
+                    "stall timeout: the peer made no progress for {ms} ms, says its sentinel"
+                );
+                self.suspect(conn, reason);
+            }
+        }
+    }
+
+    /// This engine suspects a link: see [`give_up`](Self::give_up).
     pub(super) fn suspect(&mut self, conn: ConnId, reason: String) {
+        self.give_up(conn, Why::Timeout, reason);
+    }
+
+    /// Closes a link, and tells the state machine once no memory is in use any more: a dead peer's own half of the connection
+    /// may live on for a while.
+    fn give_up(&mut self, conn: ConnId, why: Why, reason: String) {
         let Some(entry) = self.conns.get_mut(&conn) else {
             return;
         };
@@ -450,7 +495,7 @@ impl Core {
             return;
         }
         entry.verdict = Some(Verdict {
-            why: Why::Timeout,
+            why,
             reason: Some(reason),
         });
         let live = entry.stage == Stage::Live;
@@ -460,7 +505,7 @@ impl Core {
             link.small.clear();
             link.bulk.clear();
         }
-        if live {
+        if live && why.is_suspicion() {
             self.send(
                 conn,
                 &Message::Goodbye {

@@ -30,6 +30,7 @@ use crate::identity::{Incarnation, LogicalId, PeerUrl};
 use crate::inbox::{Credit, Inbox, Owed};
 use crate::peer::{LinkId, LinkKey, Peer, Why};
 use crate::region::{Lease, Registry};
+use crate::sentinel::{Notice, Seat};
 use crate::stats::Counters;
 use crate::transfer::{Deadline, Op, OpId, Work};
 use crate::transport::{Body, Class, Close, ConnId, Frame, KeyId, Source};
@@ -63,6 +64,7 @@ pub(crate) struct Shared {
     pub(crate) inbox: Inbox,
     pub(crate) registry: Mutex<Registry>,
     pub(crate) channels: Channels,
+    pub(crate) seat: Seat,
     pub(crate) secret: Option<Vec<u8>>,
     /// Interval and timeout in nanoseconds.
     pub(crate) heartbeats: Option<(u64, u64)>,
@@ -120,6 +122,11 @@ pub(crate) enum Command {
         conns: Vec<ConnId>,
         addr: usize,
         len: usize,
+    },
+    /// The sentinel of a link's peer has spoken, with the token of that link.
+    Obituary {
+        conn: ConnId,
+        notice: Notice,
     },
     Close,
 }
@@ -278,6 +285,14 @@ struct Conn {
     link: Option<Box<Link>>,
     /// Bytes of messages that the peer takes at first.
     window: u64,
+    /// The other end: what was dialled, or where the dial came from.
+    far: Option<SocketAddr>,
+    /// The peer's life, as it said in its greeting.
+    life: Option<Incarnation>,
+    /// The token that the peer's sentinel has to show.
+    issued: Option<[u8; 16]>,
+    /// Where our sentinel tells the peer of our death, and the token it shows.
+    obituaries: Option<(SocketAddr, [u8; 16])>,
 }
 
 /// What a frame in the middle of being received is.
@@ -474,15 +489,17 @@ impl Core {
             Command::Withdraw { addr, completion } => self.withdraw(addr as u64, completion),
             Command::Channel(request) => self.channel_request(request),
             Command::Evict { conns, addr, len } => self.evict(&conns, addr, len),
+            Command::Obituary { conn, notice } => self.obituary(conn, notice),
             Command::Close => self.begin_close(),
         }
     }
 
     /// A dial that the progress loop has started.
-    pub(crate) fn dialled(&mut self, peer: usize, link: LinkId, conn: ConnId) {
+    pub(crate) fn dialled(&mut self, peer: usize, link: LinkId, conn: ConnId, to: SocketAddr) {
         self.shared.counters.eps_created.add_one();
         let key = LinkKey::mine(link);
         let mut entry = Conn::new(Stage::Dialling);
+        entry.far = Some(to);
         entry.peer = Some(peer);
         entry.key = Some(key);
         self.conns.insert(conn, entry);
@@ -605,6 +622,10 @@ impl Conn {
             ops: HashSet::new(),
             link: None,
             window: 0,
+            far: None,
+            life: None,
+            issued: None,
+            obituaries: None,
         }
     }
 }

@@ -1,0 +1,168 @@
+//! The memory that the engines of this process share with their sentinel, and the robust lock in it.
+
+use std::marker::PhantomData;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::program::{self, HOLDER, LOCK_FROM_NODE, Shared, WAITERS};
+
+/// A mapping of [`Shared`]; the file behind it goes to the sentinel.
+pub(super) struct Memory {
+    at: NonNull<Shared>,
+    /// `None`: there is no sentinel to share it with.
+    file: Option<OwnedFd>,
+}
+
+// SAFETY: the mapping is made of atomics and lives as long as this value.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// Makes the memory. If no memory file can be had it is private, and the error comes along.
+    pub(super) fn new() -> std::io::Result<(Self, Option<String>)> {
+        let file = rustix::fs::memfd_create("connex-sentinel-table", MemfdFlags::CLOEXEC).and_then(
+            |file| rustix::fs::ftruncate(&file, size_of::<Shared>() as u64).map(|()| file),
+        );
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let len = size_of::<Shared>();
+        let at = match &file {
+            // SAFETY: a new mapping where the kernel likes.
+            Ok(file) => unsafe {
+                rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, file, 0)
+            },
+            // SAFETY: as above.
+            Err(_) => unsafe {
+                rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, prot, MapFlags::PRIVATE)
+            },
+        }?;
+        let at = NonNull::new(at.cast()).ok_or(std::io::ErrorKind::OutOfMemory)?;
+        let trouble = file
+            .as_ref()
+            .err()
+            .map(|e| format!("no shared memory file can be made: {e}"));
+        let this = Self {
+            at,
+            file: file.ok(),
+        };
+        this.parent.store(std::process::id(), Ordering::Relaxed);
+        this.layout.store(program::LAYOUT, Ordering::Release);
+        Ok((this, trouble))
+    }
+
+    /// The file, for the sentinel.
+    pub(super) fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.file.as_ref().map(AsFd::as_fd)
+    }
+}
+
+impl std::ops::Deref for Memory {
+    type Target = Shared;
+
+    fn deref(&self) -> &Shared {
+        // SAFETY: mapped with this length until drop; all zeros are valid for atomics.
+        unsafe { self.at.as_ref() }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: ours, and nobody holds a reference to it beyond our own life.
+        let unmapped = unsafe { rustix::mm::munmap(self.at.as_ptr().cast(), size_of::<Shared>()) };
+        debug_assert!(unmapped.is_ok(), "{unmapped:?}");
+    }
+}
+
+/// The kernel's `struct robust_list_head`.
+#[repr(C)]
+struct ListHead {
+    first: *const AtomicU64,
+    futex_offset: isize,
+    pending: *const AtomicU64,
+}
+
+/// The lock, held by the present thread: when the thread ends, by whatever cause, the kernel marks the lock word and wakes
+/// the sentinel, before it takes the process's memory down.
+///
+/// The thread's robust list is replaced meanwhile, so the thread must not take robust locks of the C library.
+pub(super) struct Held<'a> {
+    memory: &'a Memory,
+    /// The list of the C library, put back at the end.
+    theirs: (*const ListHead, usize),
+    /// Named to the kernel: stays where it is.
+    _head: Box<ListHead>,
+    /// Belongs to the thread that took it.
+    _thread: PhantomData<*const ()>,
+}
+
+impl<'a> Held<'a> {
+    /// Takes the lock, which is free.
+    ///
+    /// # Errors
+    /// The system has no robust locks, or a filter forbids them.
+    pub(super) fn take(memory: &'a Memory) -> std::io::Result<Self> {
+        let mut theirs: (*const ListHead, usize) = (std::ptr::null(), 0);
+        // SAFETY: the kernel writes one pointer and one length.
+        let got = unsafe {
+            libc::syscall(
+                libc::SYS_get_robust_list,
+                0,
+                &raw mut theirs.0,
+                &raw mut theirs.1,
+            )
+        };
+        if got != 0 {
+            return Err(std::io::Error::last_os_error());
+        }
+        let mut head = Box::new(ListHead {
+            first: &memory.node,
+            futex_offset: LOCK_FROM_NODE,
+            pending: std::ptr::null(),
+        });
+        // A list is a circle: its last entry points to the head.
+        let start = &raw const head.first as u64;
+        memory.node.store(start, Ordering::Relaxed);
+        // SAFETY: plain call without arguments.
+        let thread = unsafe { libc::syscall(libc::SYS_gettid) } as u32 & HOLDER;
+        memory.lock.store(thread | WAITERS, Ordering::Release);
+        // SAFETY: head and entry stay where they are until the old list is put back in `drop`; if the thread ends before
+        // that the process ends, too, or the memory has been leaked.
+        let set = unsafe {
+            libc::syscall(
+                libc::SYS_set_robust_list,
+                &raw mut *head,
+                size_of::<ListHead>(),
+            )
+        };
+        if set != 0 {
+            let error = std::io::Error::last_os_error();
+            memory.lock.store(0, Ordering::Release);
+            return Err(error);
+        }
+        Ok(Self {
+            memory,
+            theirs,
+            _head: head,
+            _thread: PhantomData,
+        })
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.memory.lock.store(0, Ordering::Release);
+        wake(&self.memory.lock);
+        // SAFETY: the pointer and length that the kernel gave us for this very thread.
+        unsafe { libc::syscall(libc::SYS_set_robust_list, self.theirs.0, self.theirs.1) };
+    }
+}
+
+/// Wakes whoever waits for the word, in whatever process.
+pub(super) fn wake(word: &AtomicU32) {
+    // SAFETY: the word is mapped; waking touches nothing.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
+}
