@@ -189,7 +189,7 @@ impl Endpoint {
     ///
     /// # Safety
     /// `len` bytes at `into` must stay writable, and nobody else may use them, until the operation has ended (see
-    /// [`send_from`](Endpoint::send_from)). `local`, if given, must hold them and live as long.
+    /// [`send_from`](Endpoint::send_from)). `local`, if given, must hold them and live as long, and so must `key`.
     ///
     /// # Errors
     /// UCX refuses it; a key of another endpoint; a context without one-sided access.
@@ -220,7 +220,7 @@ impl Endpoint {
     ///
     /// # Safety
     /// `len` bytes at `from` must stay readable and unchanged until the operation has ended (see
-    /// [`send_from`](Endpoint::send_from)). `local`, if given, must hold them and live as long.
+    /// [`send_from`](Endpoint::send_from)). `local`, if given, must hold them and live as long, and so must `key`.
     ///
     /// # Errors
     /// As for [`get`](Endpoint::get).

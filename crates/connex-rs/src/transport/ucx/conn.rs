@@ -1,9 +1,11 @@
 //! One connection over UCX.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 
-use connex_ucx::{Endpoint, EpId, Lane};
+use connex_ucx::{Endpoint, EpId, Lane, RemoteKey};
 
+use super::one_sided::Puts;
 use crate::region::Lease;
 use crate::transport::{Caps, Class, Frame, Gone};
 
@@ -25,7 +27,11 @@ pub(super) enum State {
 pub(super) struct Held {
     /// Held for its drop.
     pub(super) _lease: Option<Lease>,
+    /// The key of a one-sided transfer: UCX uses it to the end.
+    pub(super) _key: Option<Arc<RemoteKey>>,
     pub(super) bulk: usize,
+    /// For a one-sided transfer: the caller's token, and whether it is a put.
+    pub(super) one_sided: Option<(u64, bool)>,
 }
 
 /// A connection and what it holds.
@@ -46,6 +52,9 @@ pub(super) struct Conn {
     /// The peer broke the rules; it is about to be closed.
     pub(super) broken: bool,
     pub(super) caps: Caps,
+    /// One-sided transfers are done by hardware.
+    pub(super) by_hardware: bool,
+    pub(super) puts: Puts,
     held: HashMap<u64, Held>,
     held_bulk: usize,
     next_token: u64,
@@ -63,6 +72,8 @@ impl Conn {
             goodbye: false,
             broken: false,
             caps,
+            by_hardware: false,
+            puts: Puts::default(),
             held: HashMap::new(),
             held_bulk: 0,
             next_token: 1,
@@ -78,20 +89,49 @@ impl Conn {
     pub(super) fn hold(&mut self, token: u64, lease: Option<Lease>, class: Class, bytes: usize) {
         let bulk = if class == Class::Bulk { bytes } else { 0 };
         self.held_bulk += bulk;
-        self.held.insert(
-            token,
-            Held {
-                _lease: lease,
-                bulk,
-            },
-        );
+        let held = Held {
+            _lease: lease,
+            _key: None,
+            bulk,
+            one_sided: None,
+        };
+        self.held.insert(token, held);
     }
 
-    /// An operation has ended.
-    pub(super) fn release(&mut self, token: u64) {
-        if let Some(held) = self.held.remove(&token) {
-            self.held_bulk -= held.bulk;
-        }
+    /// The same for a one-sided transfer; `caller` is the engine's own token.
+    pub(super) fn hold_one_sided(
+        &mut self,
+        token: u64,
+        lease: Lease,
+        key: Arc<RemoteKey>,
+        caller: u64,
+        put: bool,
+    ) {
+        let held = Held {
+            _lease: Some(lease),
+            _key: Some(key),
+            bulk: 0,
+            one_sided: Some((caller, put)),
+        };
+        self.held.insert(token, held);
+    }
+
+    /// An operation has ended; for a one-sided transfer the caller's token and whether it is a put.
+    pub(super) fn release(&mut self, token: u64) -> Option<(u64, bool)> {
+        let held = self.held.remove(&token)?;
+        self.held_bulk -= held.bulk;
+        held.one_sided
+    }
+
+    /// What one-sided transfers are left, by the caller's tokens.
+    pub(super) fn one_sided_left(&mut self) -> Vec<u64> {
+        let mut left: Vec<u64> = self
+            .held
+            .values()
+            .filter_map(|h| h.one_sided.map(|(caller, _)| caller))
+            .collect();
+        left.extend(self.puts.drain());
+        left
     }
 
     /// Bytes of bulk that have not gone.
@@ -125,8 +165,14 @@ pub(super) fn caps_of(lanes: &[Lane], pieces: Pieces) -> Caps {
         if lane.transport != "tcp" {
             piece = pieces.other;
         }
-        if path == "ucx" || lane.transport != "tcp" {
-            path = format!("ucx:{}/{}", lane.transport, lane.device);
+        // 1.22 names no device for some lanes.
+        let named = if lane.device.is_empty() {
+            format!("ucx:{}", lane.transport)
+        } else {
+            format!("ucx:{}/{}", lane.transport, lane.device)
+        };
+        if lane.transport != "tcp" || !path.contains('/') {
+            path = named;
         }
     }
     if lanes.is_empty() {

@@ -10,6 +10,7 @@
 
 mod conn;
 mod facts;
+mod one_sided;
 pub mod settings;
 
 use std::collections::HashMap;
@@ -22,9 +23,11 @@ use connex_ucx::{
 };
 
 use self::conn::{Conn, Pieces, State, caps_of};
+use self::one_sided::Access;
 use self::settings::{Facts, Plan};
 use super::{
-    Body, Caps, Class, Close, ConnId, ConnIds, Frame, Gone, Place, Received, Transport, Upcalls,
+    Body, Caps, Class, Close, ConnId, ConnIds, Frame, Gone, OneSided, Place, Received, Transport,
+    Upcalls,
 };
 use crate::region::Lease;
 
@@ -79,6 +82,7 @@ pub struct Ucx {
     fd: RawFd,
     ids: ConnIds,
     table: Table,
+    access: Access,
     plan: Plan,
     pieces: Pieces,
     /// The version's word for a reset connection is a time-out (before 1.16).
@@ -120,13 +124,22 @@ impl Ucx {
     /// A sentence with the reason and the way out: no UCX, an address that `UCX_NET_DEVICES` excludes, a port that is in
     /// use.
     pub fn listen(options: &Options, ids: ConnIds) -> Result<Self, String> {
+        Self::listen_with(options, ids, one_sided::forced())
+    }
+
+    fn listen_with(options: &Options, ids: ConnIds, force_one_sided: bool) -> Result<Self, String> {
         let library = Library::load().map_err(|e| e.to_string())?;
         let facts = Facts::gather(
             library.version(),
             options.advertise,
             options.interface.clone(),
         );
-        let plan = settings::plan(&facts)?;
+        let mut plan = settings::plan(&facts)?;
+        if force_one_sided {
+            // Protocol v1, good for messages alone, cannot put on 1.22.
+            plan.settings
+                .retain(|setting| setting.variable != "UCX_PROTO_ENABLE");
+        }
         // What this version's configuration does not take goes through the environment, for as long as UCX reads it.
         let by_env: Vec<_> = plan.settings.iter().filter(|s| s.key.is_none()).collect();
         let _environment = (!by_env.is_empty()).then(|| {
@@ -145,8 +158,12 @@ impl Ucx {
         for warning in &plan.warnings {
             tracing::warn!(target: "connex_rs::transport", "{warning}");
         }
-        // Messages only: a context for one-sided access offers peers more than the requested way needs.
-        let context = Context::new(&config, Features { rma: false }).map_err(|e| e.to_string())?;
+        let access = Access::new(plan.one_sided, force_one_sided);
+        // A context for one-sided access offers peers more than the requested way needs.
+        let features = Features {
+            rma: access.enabled,
+        };
+        let context = Context::new(&config, features).map_err(|e| e.to_string())?;
         let mut worker = Worker::new(&context).map_err(|e| e.to_string())?;
         for kind in [kind::FRAME, kind::GREETING, kind::GOODBYE, kind::FAREWELL] {
             worker.accept_messages(kind).map_err(|e| e.to_string())?;
@@ -160,6 +177,7 @@ impl Ucx {
             fd,
             ids,
             table: Table::default(),
+            access,
             pieces: pieces(&facts),
             timeout_is_reset: library.version().minor < 16,
             plan,
@@ -284,8 +302,12 @@ impl Ucx {
 
     /// Forgets a connection; its end is reported by `progress`.
     fn finish(&mut self, id: ConnId, why: Gone) {
-        if let Some(conn) = self.table.conns.remove(&id) {
+        if let Some(mut conn) = self.table.conns.remove(&id) {
             self.table.by_ep.remove(&conn.ep);
+            for token in conn.one_sided_left() {
+                self.finished(id, token, Err("the connection has ended".to_owned()));
+            }
+            self.access.forget(id);
             self.gone.push((id, why));
         }
     }
@@ -300,11 +322,17 @@ impl Ucx {
                 let Some(conn) = self.table.conns.get_mut(&id) else {
                     return;
                 };
-                conn.release(token);
-                // A frame that was lost while the connection stands would leave its request waiting for ever.
                 if let Err(status) = result {
+                    // What was lost while the connection stands would be waited for for ever. Its memory is let go, and a
+                    // one-sided transfer reported, when the connection has ended.
                     let why = self.why(id, status);
-                    self.abort(id, why);
+                    return self.abort(id, why);
+                }
+                if let Some((caller, put)) = conn.release(token) {
+                    self.finished(id, caller, Ok(()));
+                    if put {
+                        self.put_done(id);
+                    }
                 }
             }
             Event::Failed { ep, status } => {
@@ -381,6 +409,7 @@ impl Ucx {
             .as_ref()
             .and_then(|e| e.lanes(&mut self.worker).ok())
             .unwrap_or_default();
+        conn.by_hardware = lanes.iter().any(one_sided::by_hardware);
         conn.caps = caps_of(&lanes, self.pieces);
     }
 
@@ -604,7 +633,7 @@ impl Transport for Ucx {
 
     fn arm(&mut self) -> bool {
         // A worker that cannot be armed must not be slept on.
-        self.gone.is_empty() && self.worker.arm().unwrap_or(false)
+        self.gone.is_empty() && self.access.done.is_empty() && self.worker.arm().unwrap_or(false)
     }
 
     fn caps(&self, id: ConnId) -> Caps {
@@ -620,6 +649,14 @@ impl Transport for Ucx {
 
     fn accept_backoffs(&self) -> u64 {
         self.accept_backoffs
+    }
+
+    fn one_sided(&mut self) -> Option<&mut dyn OneSided> {
+        if self.access.enabled {
+            Some(self)
+        } else {
+            None
+        }
     }
 }
 

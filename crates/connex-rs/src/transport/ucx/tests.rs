@@ -83,12 +83,17 @@ struct Side {
 
 impl Side {
     fn new() -> Self {
+        Self::with(false)
+    }
+
+    fn with(one_sided: bool) -> Self {
         let options = Options {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             advertise: IpAddr::from([127, 0, 0, 1]),
             interface: Some("lo".into()),
         };
-        let ucx = Ucx::listen(&options, ConnIds::default()).unwrap_or_else(|e| panic!("{e}"));
+        let ucx = Ucx::listen_with(&options, ConnIds::default(), one_sided)
+            .unwrap_or_else(|e| panic!("{e}"));
         Self {
             ucx,
             log: Log::default(),
@@ -136,7 +141,10 @@ fn until<T>(
 
 /// Two transports with a connection from the first to the second.
 fn pair() -> (Side, ConnId, Side, ConnId) {
-    let (mut a, mut b) = (Side::new(), Side::new());
+    connect(Side::new(), Side::new())
+}
+
+fn connect(mut a: Side, mut b: Side) -> (Side, ConnId, Side, ConnId) {
     let ab = a.ucx.dial(b.ucx.local_addr());
     until(&mut a, &mut b, "a connection", |a, b| {
         (a.log.connected == [ab] && b.log.accepted.len() == 1).then_some(())
@@ -400,4 +408,148 @@ fn sizes_are_read_as_ucx_reads_them() {
     assert_eq!(memory_units("16384"), Some(16_384));
     assert_eq!(memory_units("1M"), Some(1 << 20));
     assert_eq!(memory_units("auto"), None);
+}
+
+/// One-sided access over UCX's emulation: the same calls as over hardware.
+#[test]
+fn keys_open_memory_and_fences_order_puts() {
+    let (mut a, ab, mut b, ba) = one_sided_pair();
+    let mut remote = pattern(1 << 20, 1);
+    let key = b
+        .one_sided()
+        .register(remote.as_mut_ptr() as usize, remote.len())
+        .expect("a key");
+    b.send(ba, b"key", Body::Bytes(key));
+    until(&mut a, &mut b, "the key", |a, _| {
+        (a.log.frames.len() == 1).then_some(())
+    });
+    let key = a.log.frames[0].2.clone();
+    let key = a.one_sided().unpack(ab, &key).expect("unpacked");
+    assert!(a.one_sided().usable(ab));
+
+    let base = remote.as_ptr() as u64;
+    let owner = std::sync::Arc::new(());
+    let lease = || Lease::of(owner.clone());
+    let mut into = vec![0u8; 300_000];
+    a.one_sided().get(
+        ab,
+        key,
+        base + 5,
+        Target {
+            ptr: into.as_mut_ptr(),
+            len: into.len(),
+            lease: lease(),
+        },
+        1,
+    );
+    reap(&mut a, &mut b, 1);
+    assert_eq!(into, remote[5..300_005]);
+
+    // A chain: large data, then a flag that must not be seen before it.
+    let data = pattern(900_000, 77);
+    let flag = [1u8];
+    remote[1_000_000] = 0;
+    a.one_sided().put(
+        ab,
+        key,
+        base,
+        Source {
+            ptr: data.as_ptr(),
+            len: data.len(),
+            lease: lease(),
+        },
+        2,
+    );
+    a.one_sided().fence(ab);
+    a.one_sided().put(
+        ab,
+        key,
+        base + 1_000_000,
+        Source {
+            ptr: flag.as_ptr(),
+            len: 1,
+            lease: lease(),
+        },
+        3,
+    );
+    reap(&mut a, &mut b, 2);
+    assert_eq!(remote[..900_000], data[..], "done means in place");
+    reap(&mut a, &mut b, 3);
+    assert_eq!(remote[1_000_000], 1);
+    assert_eq!(std::sync::Arc::strong_count(&owner), 1, "no lease is left");
+
+    // Of a connection that ends, everything is reported, and only then the end.
+    a.one_sided().put(
+        ab,
+        key,
+        base,
+        Source {
+            ptr: data.as_ptr(),
+            len: data.len(),
+            lease: lease(),
+        },
+        4,
+    );
+    a.one_sided().fence(ab);
+    a.one_sided().put(
+        ab,
+        key,
+        base,
+        Source {
+            ptr: flag.as_ptr(),
+            len: 1,
+            lease: lease(),
+        },
+        5,
+    );
+    a.ucx.close(ab, Close::Abort);
+    until(&mut a, &mut b, "the end", |a, _| {
+        a.log.closed.contains_key(&ab).then_some(())
+    });
+    let mut done = Vec::new();
+    a.one_sided().reap(&mut done);
+    let mut tokens: Vec<u64> = done.iter().map(|d| d.token).collect();
+    tokens.sort_unstable();
+    assert_eq!(tokens, [4, 5]);
+    assert_eq!(std::sync::Arc::strong_count(&owner), 1);
+    a.one_sided().get(
+        ab,
+        key,
+        base,
+        Target {
+            ptr: into.as_mut_ptr(),
+            len: 1,
+            lease: lease(),
+        },
+        6,
+    );
+    a.one_sided().reap(&mut done);
+    assert!(
+        done.pop()
+            .is_some_and(|d| d.token == 6 && d.result.is_err()),
+        "the key went with its connection"
+    );
+    b.one_sided().deregister(remote.as_ptr() as usize);
+}
+
+impl Side {
+    fn one_sided(&mut self) -> &mut dyn OneSided {
+        Transport::one_sided(&mut self.ucx).expect("enabled")
+    }
+}
+
+fn reap(a: &mut Side, b: &mut Side, token: u64) {
+    let mut done = Vec::new();
+    until(a, b, "an end", |a, _| {
+        a.one_sided().reap(&mut done);
+        (!done.is_empty()).then_some(())
+    });
+    // Later ones are left for the next call.
+    let first = done.remove(0);
+    assert_eq!((first.token, first.result), (token, Ok(())));
+    a.ucx.access.done.splice(0..0, done);
+}
+
+fn one_sided_pair() -> (Side, ConnId, Side, ConnId) {
+    connect(Side::with(true), Side::with(true))
 }

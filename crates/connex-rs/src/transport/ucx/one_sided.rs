@@ -1,0 +1,277 @@
+//! One-sided access over UCX: gets and puts with keys.
+//!
+//! A put is reported when a flush behind it is complete, for UCX's own end of a put says only that the local memory is
+//! free. A fence holds back later puts until the earlier ones are in place: UCX's own fence blocks inside the call on some
+//! versions, and in its weak form orders nothing between several lanes.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use connex_ucx::{Lane, Memory, Posted, RemoteKey};
+
+use super::Ucx;
+use crate::transport::{ConnId, Gone, KeyId, OneSided, OneSidedDone, Source, Target};
+
+/// One-sided transfers also where UCX emulates them in software. For tests: nobody checks the target there.
+const FORCE: &str = "CONNEX_RS_FORCE_ONE_SIDED";
+
+/// Whether [`FORCE`] asks for it.
+pub(super) fn forced() -> bool {
+    std::env::var_os(FORCE).is_some_and(|v| v == "1")
+}
+
+/// What the transport knows of one-sided access.
+#[derive(Default)]
+pub(super) struct Access {
+    /// The context can do it.
+    pub(super) enabled: bool,
+    /// It counts as usable without hardware, see [`FORCE`].
+    pub(super) forced: bool,
+    memories: HashMap<usize, Memory>,
+    keys: HashMap<KeyId, (ConnId, Arc<RemoteKey>)>,
+    next_key: u64,
+    pub(super) done: Vec<OneSidedDone>,
+}
+
+impl Access {
+    pub(super) fn new(by_plan: bool, forced: bool) -> Self {
+        Self {
+            enabled: by_plan || forced,
+            forced,
+            ..Self::default()
+        }
+    }
+
+    /// The keys of a connection that is gone.
+    pub(super) fn forget(&mut self, conn: ConnId) {
+        self.keys.retain(|_, (of, _)| *of != conn);
+    }
+}
+
+/// A put that a fence holds back.
+#[derive(Debug)]
+pub(super) struct Put {
+    key: KeyId,
+    remote: u64,
+    source: Source,
+    token: u64,
+}
+
+/// The puts of a connection.
+#[derive(Debug, Default)]
+pub(super) struct Puts {
+    /// Posted and not in place.
+    under_way: usize,
+    /// Waiting behind a fence; `None` is the fence.
+    waiting: VecDeque<Option<Put>>,
+}
+
+impl Puts {
+    /// The callers' tokens of what never started.
+    pub(super) fn drain(&mut self) -> impl Iterator<Item = u64> + '_ {
+        self.waiting.drain(..).flatten().map(|put| put.token)
+    }
+}
+
+/// Whether a lane's hardware does one-sided transfers.
+pub(super) fn by_hardware(lane: &Lane) -> bool {
+    ["rc", "dc", "gga"]
+        .iter()
+        .any(|name| lane.transport.starts_with(name))
+}
+
+impl Ucx {
+    /// A put of `conn` is in place.
+    pub(super) fn put_done(&mut self, conn: ConnId) {
+        if let Some(c) = self.table.conns.get_mut(&conn) {
+            c.puts.under_way -= 1;
+            self.next_puts(conn);
+        }
+    }
+
+    /// Posts what no fence holds back any more.
+    fn next_puts(&mut self, id: ConnId) {
+        while let Some(conn) = self.table.conns.get_mut(&id) {
+            match conn.puts.waiting.pop_front() {
+                None => return,
+                Some(None) if conn.puts.under_way > 0 => return conn.puts.waiting.push_front(None),
+                Some(None) => {}
+                Some(Some(put)) => self.post_put(id, put),
+            }
+        }
+    }
+
+    fn post_put(&mut self, id: ConnId, put: Put) {
+        let Put {
+            key,
+            remote,
+            source,
+            token,
+        } = put;
+        let (Some(conn), Some((of, key))) =
+            (self.table.conns.get_mut(&id), self.access.keys.get(&key))
+        else {
+            return self.refuse(id, token);
+        };
+        let ucx = conn.token();
+        let Some(endpoint) = conn.endpoint.as_ref().filter(|_| *of == id) else {
+            return self.refuse(id, token);
+        };
+        let worker = &mut self.worker;
+        // SAFETY: lease and key keep what UCX uses; they are held until the flush has ended, or the endpoint is closed, or
+        // the worker is gone.
+        let posted = unsafe {
+            endpoint.put(
+                worker,
+                source.ptr,
+                source.len,
+                None,
+                remote,
+                key,
+                super::NO_TOKEN,
+            )
+        };
+        match posted.and_then(|_| endpoint.flush(worker, ucx)) {
+            Ok(Posted::Done) => self.finished(id, token, Ok(())),
+            Ok(Posted::Pending) => {
+                conn.puts.under_way += 1;
+                conn.hold_one_sided(ucx, source.lease, Arc::clone(key), token, true);
+            }
+            Err(e) => {
+                // The put itself may be under way: what it uses goes with the connection.
+                conn.hold_one_sided(ucx, source.lease, Arc::clone(key), token, false);
+                self.abort(
+                    id,
+                    Gone::Reset {
+                        detail: e.to_string(),
+                    },
+                );
+            }
+        }
+    }
+
+    fn refuse(&mut self, conn: ConnId, token: u64) {
+        self.finished(
+            conn,
+            token,
+            Err("the connection or the key is gone".to_owned()),
+        );
+    }
+
+    pub(super) fn finished(&mut self, conn: ConnId, token: u64, result: Result<(), String>) {
+        self.access.done.push(OneSidedDone {
+            conn,
+            token,
+            result,
+        });
+    }
+}
+
+impl OneSided for Ucx {
+    fn usable(&self, conn: ConnId) -> bool {
+        self.access.enabled
+            && self
+                .table
+                .conns
+                .get(&conn)
+                .is_some_and(|c| c.by_hardware || self.access.forced)
+    }
+
+    fn register(&mut self, addr: usize, len: usize) -> Result<Vec<u8>, String> {
+        let context = self.worker.context().clone();
+        // SAFETY: the engine registers what its caller keeps mapped until it is deregistered.
+        let memory =
+            unsafe { Memory::map(&context, addr as *mut u8, len) }.map_err(|e| e.to_string())?;
+        let key = memory.key().map_err(|e| e.to_string())?;
+        self.access.memories.insert(addr, memory);
+        Ok(key)
+    }
+
+    fn deregister(&mut self, addr: usize) {
+        self.access.memories.remove(&addr);
+    }
+
+    fn unpack(&mut self, conn: ConnId, key: &[u8]) -> Result<KeyId, String> {
+        let endpoint = self
+            .table
+            .conns
+            .get(&conn)
+            .and_then(|c| c.endpoint.as_ref());
+        let endpoint = endpoint.ok_or_else(|| "the connection is gone".to_owned())?;
+        let key = RemoteKey::unpack(&mut self.worker, endpoint, key).map_err(|e| e.to_string())?;
+        self.access.next_key += 1;
+        let id = KeyId(self.access.next_key);
+        self.access.keys.insert(id, (conn, Arc::new(key)));
+        Ok(id)
+    }
+
+    fn drop_key(&mut self, key: KeyId) {
+        self.access.keys.remove(&key);
+    }
+
+    fn get(&mut self, id: ConnId, key: KeyId, remote: u64, target: Target, token: u64) {
+        let (Some(conn), Some((of, key))) =
+            (self.table.conns.get_mut(&id), self.access.keys.get(&key))
+        else {
+            return self.refuse(id, token);
+        };
+        let ucx = conn.token();
+        let Some(endpoint) = conn.endpoint.as_ref().filter(|_| *of == id) else {
+            return self.refuse(id, token);
+        };
+        // SAFETY: as for a put, until the get has ended.
+        let posted = unsafe {
+            endpoint.get(
+                &mut self.worker,
+                target.ptr,
+                target.len,
+                None,
+                remote,
+                key,
+                ucx,
+            )
+        };
+        match posted {
+            Ok(Posted::Done) => self.finished(id, token, Ok(())),
+            Ok(Posted::Pending) => {
+                conn.hold_one_sided(ucx, target.lease, Arc::clone(key), token, false)
+            }
+            Err(e) => {
+                conn.hold_one_sided(ucx, target.lease, Arc::clone(key), token, false);
+                self.abort(
+                    id,
+                    Gone::Reset {
+                        detail: e.to_string(),
+                    },
+                );
+            }
+        }
+    }
+
+    fn put(&mut self, id: ConnId, key: KeyId, remote: u64, source: Source, token: u64) {
+        let put = Put {
+            key,
+            remote,
+            source,
+            token,
+        };
+        match self.table.conns.get_mut(&id) {
+            Some(conn) if conn.endpoint.is_none() => self.refuse(id, token),
+            Some(conn) if !conn.puts.waiting.is_empty() => conn.puts.waiting.push_back(Some(put)),
+            Some(_) => self.post_put(id, put),
+            None => self.refuse(id, token),
+        }
+    }
+
+    fn fence(&mut self, id: ConnId) {
+        if let Some(conn) = self.table.conns.get_mut(&id)
+            && conn.puts.under_way > 0
+        {
+            conn.puts.waiting.push_back(None);
+        }
+    }
+
+    fn reap(&mut self, into: &mut Vec<OneSidedDone>) {
+        into.append(&mut self.access.done);
+    }
+}
