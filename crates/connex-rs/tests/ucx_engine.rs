@@ -1,7 +1,8 @@
 //! Engines over UCX, in this process and in children of it (this test binary, started again with a role).
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use connex_rs::{Config, Engine, Event, EventKind, LogicalId, Recipient, TransportChoice};
@@ -23,6 +24,7 @@ struct Peer {
     child: Child,
     // Its end is the child's sign to leave.
     stdin: Option<ChildStdin>,
+    stderr: JoinHandle<String>,
     url: String,
     addr: u64,
 }
@@ -31,15 +33,26 @@ const REGION: usize = 1 << 20;
 
 impl Peer {
     fn start(port: u16) -> Self {
+        Self::with_role(&port.to_string())
+    }
+
+    fn with_role(role: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().expect("this binary"))
             .args(["--exact", "role", "--nocapture"])
-            .env(ROLE, port.to_string())
+            .env(ROLE, role)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .expect("a child");
         let stdin = child.stdin.take();
+        // Read all the time: a full pipe would block whatever writes in the child.
+        let mut pipe = child.stderr.take().expect("piped");
+        let stderr = std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            let _ = pipe.read_to_end(&mut bytes);
+            String::from_utf8_lossy(&bytes).into_owned()
+        });
         let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
         let ready = loop {
             match lines.next() {
@@ -50,8 +63,7 @@ impl Peer {
                     }
                 }
                 None => {
-                    let out = child.wait_with_output().expect("ended");
-                    panic!("the child ended: {}", String::from_utf8_lossy(&out.stderr));
+                    panic!("the child ended: {}", stderr.join().expect("read"));
                 }
             }
         };
@@ -61,6 +73,7 @@ impl Peer {
         Self {
             child,
             stdin,
+            stderr,
             url: url.to_owned(),
             addr: addr.parse().expect("a number"),
         }
@@ -78,9 +91,9 @@ impl Peer {
     /// Lets it end in order; what it wrote to stderr.
     fn finish(mut self) -> String {
         drop(self.stdin.take());
-        let out = self.child.wait_with_output().expect("ended");
-        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
-        assert!(out.status.success(), "{}: {stderr}", out.status);
+        let status = self.child.wait().expect("ended");
+        let stderr = self.stderr.join().expect("read");
+        assert!(status.success(), "{status}: {stderr}");
         stderr
     }
 
@@ -96,6 +109,9 @@ fn role() {
     let Ok(port) = std::env::var(ROLE) else {
         return;
     };
+    if port == "starved" {
+        return starved();
+    }
     let engine = engine(1, port.parse().expect("a port"));
     let addr = engine.allocate_managed_buffer(REGION).expect("a buffer");
     // SAFETY: the buffer is ours.
@@ -110,6 +126,71 @@ fn role() {
     std::io::stdin()
         .read_line(&mut line)
         .expect("the end of it");
+    engine.close();
+}
+
+/// An engine in a process that has no descriptor left for a while.
+fn starved() {
+    let engine = engine(1, 0);
+    let addr = engine.allocate_managed_buffer(REGION).expect("a buffer");
+    let mut all = Vec::new();
+    while let Ok(file) = std::fs::File::open("/dev/null") {
+        all.push(file);
+    }
+    let mut out = std::io::stdout();
+    writeln!(out, "READY {} {addr}", engine.local_url()).expect("written");
+    out.flush().expect("flushed");
+    let limit = Instant::now() + LIMIT;
+    while engine.stats().accept_backoffs == 0 {
+        assert!(Instant::now() < limit, "accept never backed off");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let before = processor_time();
+    std::thread::sleep(Duration::from_secs(1));
+    let used = processor_time() - before;
+    assert!(
+        used < Duration::from_millis(300),
+        "it spins: {used:?} in a second"
+    );
+    drop(all);
+    let mut line = String::new();
+    std::io::stdin()
+        .read_line(&mut line)
+        .expect("the end of it");
+    engine.close();
+}
+
+fn processor_time() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
+#[test]
+fn accepting_backs_off_without_descriptors_and_goes_on_later() {
+    let engine = engine(0, 0);
+    let peer = Peer::with_role("starved");
+    let limit = Instant::now() + LIMIT;
+    'up: loop {
+        engine.connect(&peer.url).expect("accepted");
+        loop {
+            assert!(Instant::now() < limit, "it never came up");
+            match engine
+                .wait_event(Some(Duration::from_millis(100)))
+                .map(|e| e.kind)
+            {
+                Some(EventKind::Up) => break 'up,
+                Some(EventKind::Failed { .. }) => break,
+                _ => {}
+            }
+        }
+    }
+    read(&engine, &peer, 4096);
+    let stderr = peer.finish();
+    assert!(
+        stderr.lines().count() < 2000,
+        "the log runs full: {} lines",
+        stderr.lines().count()
+    );
     engine.close();
 }
 

@@ -16,6 +16,7 @@ use crate::event::{Event, Receiver};
 use crate::library::Library;
 use crate::listener::{ConnRequest, ListenerId};
 use crate::request::{self, Answer, Op};
+use crate::socket::Socket;
 use crate::status::Status;
 use crate::sys;
 use crate::worker::Shared;
@@ -73,8 +74,10 @@ pub(crate) struct EpCtx {
 pub(crate) struct ListenerSlot {
     pub(crate) handle: sys::ucp_listener_h,
     ctx: *mut ListenerCtx,
-    /// It goes as soon as its last request is answered.
+    /// Nobody is accepted any more.
     pub(crate) closing: bool,
+    /// Its socket, if it was found.
+    pub(crate) socket: Option<Socket>,
 }
 
 /// The argument of a listener's callback.
@@ -282,6 +285,7 @@ impl Core {
                 handle: std::ptr::null_mut(),
                 ctx,
                 closing: false,
+                socket: None,
             },
         );
         (id, ctx)
@@ -292,13 +296,6 @@ impl Core {
             // SAFETY: made by `reserve_listener`; the listener does not exist (any more), so no callback can come.
             drop(unsafe { Box::from_raw(slot.ctx) });
         }
-    }
-
-    /// Whether a closing listener waits for nothing any more.
-    pub(crate) fn listener_to_destroy(&self, id: ListenerId) -> Option<sys::ucp_listener_h> {
-        let slot = self.listeners.get(&id.0)?;
-        let waits = self.requests.values().any(|&l| l == id);
-        (slot.closing && !waits).then_some(slot.handle)
     }
 }
 

@@ -32,6 +32,7 @@ mod listener;
 mod memory;
 mod request;
 mod rkey;
+mod socket;
 mod status;
 mod sys;
 mod worker;

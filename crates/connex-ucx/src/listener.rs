@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::os::fd::RawFd;
 use std::ptr;
 use std::sync::Arc;
 
@@ -9,6 +10,7 @@ use crate::addr::{self, RawAddr};
 use crate::core::{self, Core};
 use crate::endpoint::{self, Endpoint};
 use crate::error::{Error, Result};
+use crate::socket::Socket;
 use crate::status::Status;
 use crate::sys;
 use crate::worker::{Dropped, Shared, Worker};
@@ -19,17 +21,34 @@ pub struct ListenerId(pub(crate) u64);
 
 /// Waits for connections; each comes as [`Event::ConnRequest`](crate::Event::ConnRequest).
 ///
-/// Dropped, it stops once the requests that it has reported are answered or dropped.
+/// Dropped, it stops listening in the next [`Worker::progress`]; the requests that it has reported can still be answered.
 pub struct Listener {
     shared: Arc<Shared>,
     id: ListenerId,
     addr: SocketAddr,
+    socket: Option<RawFd>,
 }
 
 impl Listener {
     /// Its name in requests.
     pub fn id(&self) -> ListenerId {
         self.id
+    }
+
+    /// UCX's listening socket, if it could be found: readable while a connection waits that UCX has not taken.
+    pub fn socket(&self) -> Option<RawFd> {
+        self.socket
+    }
+
+    /// Has UCX take no connections for a while (they wait in the kernel), or go on. False if that cannot be done.
+    pub fn pause(&self, worker: &mut Worker, paused: bool) -> bool {
+        if !Arc::ptr_eq(&self.shared, &worker.shared) {
+            return false;
+        }
+        let slot = worker.core_mut().listeners.get(&self.id.0);
+        slot.filter(|slot| !slot.closing)
+            .and_then(|slot| slot.socket.as_ref())
+            .is_some_and(|socket| socket.set_watched(!paused))
     }
 
     /// Where it listens: with the real port, if 0 was asked for.
@@ -97,7 +116,6 @@ impl ConnRequest {
             .map_or_else(|| "an unknown address".to_owned(), |addr| addr.to_string());
         let result = endpoint::accept(worker, self.raw, peer);
         worker.core_mut().requests.remove(&self.raw);
-        destroy_if_done(worker, self.listener);
         result
     }
 
@@ -158,6 +176,7 @@ pub(crate) fn listen(worker: &mut Worker, at: SocketAddr) -> Result<Listener> {
         shared: Arc::clone(&worker.shared),
         id,
         addr: at,
+        socket: None,
     };
     let mut attr = sys::ucp_listener_attr_t {
         field_mask: u64::from(sys::UCP_LISTENER_ATTR_FIELD_SOCKADDR),
@@ -171,15 +190,43 @@ pub(crate) fn listen(worker: &mut Worker, at: SocketAddr) -> Result<Listener> {
     if let Some(addr) = addr::from_storage(&attr.sockaddr) {
         listener.addr = addr;
     }
+    let socket = Socket::find(listener.addr);
+    listener.socket = socket.as_ref().map(Socket::fd);
+    if let Some(slot) = worker.core_mut().listeners.get_mut(&id.0) {
+        slot.socket = socket;
+    }
     Ok(listener)
 }
 
-/// Stops a listener, now or when its last request is answered.
+/// Stops a listener: its socket goes now, UCX's part with the worker (see `socket`).
 pub(crate) fn close(worker: &mut Worker, id: ListenerId) {
-    if let Some(slot) = worker.core_mut().listeners.get_mut(&id.0) {
-        slot.closing = true;
+    let Some(slot) = worker.core_mut().listeners.get_mut(&id.0) else {
+        return;
+    };
+    if slot.closing {
+        return;
     }
-    destroy_if_done(worker, id);
+    slot.closing = true;
+    match &slot.socket {
+        Some(socket) => socket.close(),
+        None => tracing::debug!(
+            "UCX's listening socket was not found: it listens until its worker is dropped"
+        ),
+    }
+}
+
+/// Destroys a listener whose requests are answered; the worker is destroyed right after.
+pub(crate) fn destroy(worker: &mut Worker, id: ListenerId) {
+    let handle = worker
+        .core_mut()
+        .listeners
+        .get(&id.0)
+        .map(|slot| slot.handle);
+    if let Some(handle) = handle {
+        // SAFETY: alive until here, and destroyed once: it leaves the table.
+        unsafe { worker.ucp().ucp_listener_destroy(handle) };
+        worker.core_mut().forget_listener(id);
+    }
 }
 
 /// Rejects a request that nobody has answered.
@@ -193,8 +240,7 @@ pub(crate) fn reject(worker: &mut Worker, request: usize) {
         .get(&id.0)
         .map(|slot| slot.handle);
     if let Some(handle) = handle {
-        // SAFETY: the request was not answered (it was in the table), and its listener is alive: a listener goes after
-        // its requests.
+        // SAFETY: the request was not answered (it was in the table), and listeners live as long as their worker.
         let status = unsafe {
             worker
                 .ucp()
@@ -203,14 +249,5 @@ pub(crate) fn reject(worker: &mut Worker, request: usize) {
         if let Err(status) = Status(status).check() {
             tracing::debug!(%status, "a connection request could not be rejected");
         }
-    }
-    destroy_if_done(worker, id);
-}
-
-fn destroy_if_done(worker: &mut Worker, id: ListenerId) {
-    if let Some(handle) = worker.core_mut().listener_to_destroy(id) {
-        // SAFETY: alive until here, and destroyed once: it leaves the table.
-        unsafe { worker.ucp().ucp_listener_destroy(handle) };
-        worker.core_mut().forget_listener(id);
     }
 }

@@ -350,6 +350,11 @@ impl Worker {
                 break;
             }
         }
+        // Last: connections that strangers have begun still point to them inside UCX.
+        let listeners: Vec<_> = self.core_mut().listeners.keys().copied().collect();
+        for id in listeners {
+            listener::destroy(self, ListenerId(id));
+        }
         let left = self.core_mut().outstanding;
         if left > 0 {
             tracing::warn!(

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use connex_ucx::{Endpoint, EpId, Lane, RemoteKey};
 
 use super::one_sided::Puts;
+use crate::fork::Private;
 use crate::region::Lease;
 use crate::transport::{Caps, Class, Frame, Gone};
 
@@ -54,6 +55,8 @@ pub(super) struct Conn {
     pub(super) caps: Caps,
     /// One-sided transfers are done by hardware.
     pub(super) by_hardware: bool,
+    /// Keeps UCX's socket from children; goes before the endpoint is closed.
+    pub(super) private: Option<Private>,
     pub(super) puts: Puts,
     held: HashMap<u64, Held>,
     held_bulk: usize,
@@ -73,6 +76,7 @@ impl Conn {
             broken: false,
             caps,
             by_hardware: false,
+            private: None,
             puts: Puts::default(),
             held: HashMap::new(),
             held_bulk: 0,

@@ -10,6 +10,7 @@
 
 mod conn;
 mod facts;
+mod gate;
 mod one_sided;
 pub mod settings;
 
@@ -23,6 +24,7 @@ use connex_ucx::{
 };
 
 use self::conn::{Conn, Pieces, State, caps_of};
+use self::gate::Gate;
 use self::one_sided::Access;
 use self::settings::{Facts, Plan};
 use super::{
@@ -77,9 +79,8 @@ pub struct Options {
 pub struct Ucx {
     // The worker goes first: when its drop returns, UCX touches no memory that the connections hold.
     worker: Worker,
-    listener: Option<Listener>,
+    gate: Gate,
     local: SocketAddr,
-    fd: RawFd,
     ids: ConnIds,
     table: Table,
     access: Access,
@@ -87,7 +88,6 @@ pub struct Ucx {
     pieces: Pieces,
     /// The version's word for a reset connection is a time-out (before 1.16).
     timeout_is_reset: bool,
-    accept_backoffs: u64,
     /// Closed connections that are to be reported.
     gone: Vec<(ConnId, Gone)>,
 }
@@ -172,16 +172,14 @@ impl Ucx {
         let listener = bind(&mut worker, options.listen)?;
         Ok(Self {
             local: listener.addr(),
-            listener: Some(listener),
+            gate: Gate::new(listener, fd)?,
             worker,
-            fd,
             ids,
             table: Table::default(),
             access,
             pieces: pieces(&facts),
             timeout_is_reset: library.version().minor < 16,
             plan,
-            accept_backoffs: 0,
             gone: Vec::new(),
         })
     }
@@ -285,6 +283,7 @@ impl Ucx {
         }
         conn.state = State::Closing;
         conn.why = Some(why);
+        conn.private = None;
         conn.waiting.clear();
         if let Some(endpoint) = conn.endpoint.take() {
             // Cannot fail: the endpoint is this worker's.
@@ -371,9 +370,12 @@ impl Ucx {
     }
 
     fn accept(&mut self, request: connex_ucx::ConnRequest, up: &mut dyn Upcalls) {
-        if self.listener.is_none() {
+        if !self.gate.is_open() {
             // Dropped, it is rejected.
             return;
+        }
+        if !gate::descriptors_left() {
+            return self.gate.pause(&mut self.worker);
         }
         let from = request.from();
         match request.accept(&mut self.worker) {
@@ -385,8 +387,6 @@ impl Ucx {
                 up.accepted(id, from.unwrap_or(SocketAddr::from(([0, 0, 0, 0], 0))));
             }
             Err(e) => {
-                // The client sees a reset and tries again; nothing of the request is left here to spin on.
-                self.accept_backoffs += 1;
                 tracing::warn!(target: "connex_rs::transport", %e, "a connection could not be accepted");
             }
         }
@@ -409,6 +409,13 @@ impl Ucx {
             .as_ref()
             .and_then(|e| e.lanes(&mut self.worker).ok())
             .unwrap_or_default();
+        let ends = conn
+            .endpoint
+            .as_ref()
+            .and_then(|e| e.addresses(&mut self.worker).ok());
+        if let Some((Some(local), Some(remote))) = ends {
+            conn.private = gate::socket_between(local, remote).map(gate::keep_from_children);
+        }
         conn.by_hardware = lanes.iter().any(one_sided::by_hardware);
         conn.caps = caps_of(&lanes, self.pieces);
     }
@@ -602,6 +609,7 @@ impl Transport for Ucx {
     }
 
     fn progress(&mut self, up: &mut dyn Upcalls) -> usize {
+        self.gate.look(&mut self.worker);
         let mut done = self.worker.progress(&mut Inbox {
             table: &mut self.table,
             up,
@@ -628,7 +636,7 @@ impl Transport for Ucx {
     }
 
     fn fd(&self) -> RawFd {
-        self.fd
+        self.gate.fd()
     }
 
     fn arm(&mut self) -> bool {
@@ -644,11 +652,11 @@ impl Transport for Ucx {
     }
 
     fn stop_listening(&mut self) {
-        self.listener = None;
+        self.gate.stop();
     }
 
     fn accept_backoffs(&self) -> u64 {
-        self.accept_backoffs
+        self.gate.backoffs
     }
 
     fn one_sided(&mut self) -> Option<&mut dyn OneSided> {
