@@ -221,6 +221,7 @@ impl Tcp {
         socket.set_tcp_nodelay(true)?;
         set_not_sent_low_water(socket)?;
         if let Some(liveness) = self.liveness {
+            retransmit_steadily(socket, liveness.interval);
             socket.set_tcp_user_timeout(Some(liveness.timeout))?;
             let second = Duration::from_secs(1);
             socket.set_tcp_keepalive(
@@ -745,6 +746,30 @@ impl Transport for Tcp {
 
     fn accept_backoffs(&self) -> u64 {
         self.accept_backoffs
+    }
+}
+
+/// Keeps the kernel from doubling its pauses between retransmissions of the few bytes of a heartbeat: after a cut
+/// shorter than the heartbeat timeout, the next one would come after that timeout.
+fn retransmit_steadily(socket: &Socket, interval: Duration) {
+    /// Linux 6.15; not in `libc` yet.
+    const TCP_RTO_MAX_MS: libc::c_int = 44;
+    let longest = interval.as_millis().clamp(1000, 120_000) as libc::c_int;
+    for (option, value) in [
+        (libc::TCP_THIN_LINEAR_TIMEOUTS, 1),
+        (TCP_RTO_MAX_MS, longest),
+    ] {
+        // SAFETY: both options take an int, and that is what is passed with its size. An older kernel refuses: then
+        // its own pauses remain.
+        unsafe {
+            libc::setsockopt(
+                socket.as_raw_fd(),
+                libc::IPPROTO_TCP,
+                option,
+                (&raw const value).cast(),
+                size_of::<libc::c_int>() as libc::socklen_t,
+            );
+        }
     }
 }
 
