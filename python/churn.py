@@ -20,6 +20,10 @@ import sys
 import threading
 import time
 
+# Beside this file lies the package's source, without its native part: the installed package is wanted.
+if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+    sys.path.pop(0)
+
 import connex_rs
 
 # What one life may take to come up on a busy host.

@@ -10,8 +10,13 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import os
 import sys
 import time
+
+# Beside this file lies the package's source, without its native part: the installed package is wanted.
+if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+    sys.path.pop(0)
 
 import connex_rs
 

@@ -21,6 +21,9 @@ const LIBRARIES: &[&str] = &[
     "ld-linux-aarch64.so.1",
 ];
 
+/// The unwinder that the module must share with the C library, see `wheel`.
+const UNWINDER: &str = "libgcc_s.so.1";
+
 /// Checks that `library` loads on every system of manylinux_2_28. Returns the newest glibc that it needs.
 ///
 /// # Errors
@@ -34,6 +37,10 @@ pub(crate) fn check(library: &[u8]) -> Result<(u32, u32)> {
     ensure!(
         foreign.is_empty(),
         "needs {foreign:?}, which a host may not have"
+    );
+    ensure!(
+        needed.iter().any(|name| name == UNWINDER),
+        "does not need {UNWINDER}: it brings an unwinder of its own, which crashes when an interpreter ends"
     );
     let versions = needed_versions(library)?;
     let newest = versions.iter().filter_map(|name| glibc(name)).max();

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::elf;
 use crate::place::Place;
-use crate::process::{output, run};
+use crate::process::{command, output, run};
 use crate::venv::Venv;
 
 /// Builds the wheel for every Linux of manylinux_2_28 and every Python from 3.8 on; it is the only one in `dist/` after.
@@ -19,6 +19,7 @@ pub(crate) fn build(place: &Place) -> Result<PathBuf> {
     for old in wheels(place)? {
         fs::remove_file(&old).with_context(|| format!("cannot remove {}", old.display()))?;
     }
+    let unwinder = unwinder(place)?;
     run(tools
         .command(place, "maturin")
         .args([
@@ -31,11 +32,26 @@ pub(crate) fn build(place: &Place) -> Result<PathBuf> {
             "--out",
             "dist",
         ])
-        .env("ZIG_GLOBAL_CACHE_DIR", place.target.join("zig")))?;
+        .env("ZIG_GLOBAL_CACHE_DIR", place.target.join("zig"))
+        .args(["--", "-C"])
+        .arg(format!("link-arg={}", unwinder.display())))?;
     let wheel = built(place)?;
     let (major, minor) = check(place, &tools, &wheel)?;
     println!("{}: needs glibc {major}.{minor} or newer", wheel.display());
     Ok(wheel)
+}
+
+/// The system's `libgcc_s.so.1`, to be linked instead of zig's own unwinder: when an interpreter ends, glibc unwinds the
+/// threads that wait for it with `libgcc_s`, and two unwinders in one stack crash the process.
+fn unwinder(place: &Place) -> Result<PathBuf> {
+    let said = output(command(place, "cc").arg("-print-file-name=libgcc_s.so.1"))?;
+    let file = fs::canonicalize(said.trim()).with_context(|| {
+        format!(
+            "the C compiler has no libgcc_s.so.1 (it says {:?})",
+            said.trim()
+        )
+    })?;
+    Ok(file)
 }
 
 /// The wheel in `dist/`.
