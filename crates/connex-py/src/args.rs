@@ -1,9 +1,10 @@
 //! Arguments: Python objects in, checked values out. Each error names the argument and the value.
 
 use std::borrow::Cow;
+use std::path::PathBuf;
 use std::time::Duration;
 
-use connex_rs::{LogicalId, Range};
+use connex_rs::{LogicalId, Range, TlsFiles};
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyList, PyString, PyTuple};
@@ -249,4 +250,15 @@ pub(crate) fn secret(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
             ))
         }),
     }
+}
+
+/// The three files of TLS: certificate, key, authority; paths as text or path objects.
+pub(crate) fn tls_files(value: &Bound<'_, PyAny>) -> PyResult<TlsFiles> {
+    let [cert, key, ca] = value.extract::<[PathBuf; 3]>().map_err(|_| {
+        PyTypeError::new_err(format!(
+            "tls must be three paths (cert, key, ca), not {}",
+            excerpt(value)
+        ))
+    })?;
+    Ok(TlsFiles { cert, key, ca })
 }

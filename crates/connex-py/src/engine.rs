@@ -120,7 +120,8 @@ fn start_engine(py: Python<'_>, config: Config) -> PyResult<connex_rs::Engine> {
 impl Engine {
     /// Starts an engine that listens on `listen_ip`:`port` (0: any port).
     ///
-    /// The environment fills in what is left at its default: `CONNEX_RS_TRANSPORT`, `CONNEX_RS_SECRET_FILE`.
+    /// The environment fills in what is left at its default: `CONNEX_RS_TRANSPORT`, `CONNEX_RS_SECRET_FILE`,
+    /// `CONNEX_RS_TLS_CERT`, `_KEY` and `_CA`, `CONNEX_RS_SENTINEL`.
     /// Raises ValueError for arguments that cannot be, RuntimeError if the address cannot be bound.
     #[new]
     #[pyo3(signature = (model, stage, shard=None, replica=None, listen_ip=None, port=None, advertise_ip=None,
@@ -182,18 +183,9 @@ impl Engine {
         }
         config.secret = secret.map(args::secret).transpose()?;
         config.allow_staging = allow_staging;
-        // No engine has a sentinel yet, so one without is what every caller gets.
-        let _ = sentinel;
-        if tls.is_some() {
-            return Err(PyValueError::new_err(
-                "tls is not supported by this version: leave it at None, or use secret",
-            ));
-        }
-        if args::timeout(stall_ms, "stall_ms")?.is_some_and(|stall| !stall.is_zero()) {
-            return Err(PyValueError::new_err(
-                "stall_ms is not supported by this version: leave it at None, and set heartbeat_ms to learn of peers that hang",
-            ));
-        }
+        config.sentinel = sentinel;
+        config.tls = tls.map(args::tls_files).transpose()?;
+        config.stall = args::timeout(stall_ms, "stall_ms")?.filter(|stall| !stall.is_zero());
         let inner = Arc::new(start_engine(py, config)?);
         exit::remember(&inner);
         Ok(Self { inner })
