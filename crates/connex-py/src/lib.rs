@@ -1,8 +1,8 @@
 //! The Python module `connex_rs._connex_rs`: conversion of arguments and results, and the handling of the
 //! interpreter lock. All behaviour is in the `connex-rs` crate.
 //!
-//! Rules that hold throughout: whatever can wait runs without the interpreter lock ([`waiting`]); no thread of an engine
-//! ever takes it ([`notify`]); statics of this module are locked only by threads that hold it, so that
+//! Rules that hold throughout: whatever can wait runs without the interpreter lock (`waiting`); no thread of an engine
+//! ever takes it (`notify`); statics of this module are locked only by threads that hold it, so that
 //! they are free whenever Python forks.
 
 mod args;

@@ -148,11 +148,12 @@ fn child_sends(url: &str) {
     match &hear()[..] {
         "more" => {
             // Does not return before its flag is in place: never, in one of the tests.
-            let _ = sender
+            let posted = sender
                 .send_owned(&[array(2, LARGE)], 2, WAIT)
                 .expect("a slot");
             say("posted");
             hear();
+            drop(posted);
         }
         "close" => {
             sender.close();
