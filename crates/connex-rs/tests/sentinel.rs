@@ -100,6 +100,7 @@ const STALL: &str = "TEST_STALL_MS";
 const NO_SENTINEL: &str = "TEST_NO_SENTINEL";
 const PORT: &str = "TEST_PORT";
 const STAGE: &str = "TEST_STAGE";
+const CORE: &str = "TEST_CORE_DIR";
 
 /// Another process with an engine.
 struct Victim {
@@ -210,6 +211,16 @@ fn number(name: &str) -> Option<u64> {
 #[test]
 #[ignore = "a job of the other tests"]
 fn victim() {
+    if let Some(dir) = setting(CORE) {
+        std::env::set_current_dir(dir).expect("the directory for the core");
+        let all = libc::rlimit {
+            rlim_cur: libc::RLIM_INFINITY,
+            rlim_max: libc::RLIM_INFINITY,
+        };
+        // SAFETY: reads the struct.
+        let set = unsafe { libc::setrlimit(libc::RLIMIT_CORE, &all) };
+        assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
+    }
     let mut config = config(number(STAGE).unwrap_or(1) as u32);
     config.port = number(PORT).unwrap_or(0) as u16;
     config.sentinel = setting(NO_SENTINEL).is_none();
@@ -310,6 +321,30 @@ fn a_large_process_is_reported_before_its_memory_is_freed() {
     assert_eq!(reason, "peer died: obituary of its sentinel");
 }
 
+/// Not a test: prints how long it takes from a kill to the event. `TEST_KILLS` and `TEST_SIZES` (MB) choose.
+#[test]
+#[ignore = "a measurement"]
+fn measure() {
+    let kills = number("TEST_KILLS").unwrap_or(20) as usize;
+    for size in setting("TEST_SIZES")
+        .as_deref()
+        .unwrap_or("10 1024")
+        .split_whitespace()
+    {
+        for sentinel in [true, false] {
+            let off = (!sentinel).then_some((NO_SENTINEL, "1"));
+            let settings: Vec<_> = [(BALLAST, size)].into_iter().chain(off).collect();
+            let (times, reason) = kill_times(&settings, kills);
+            let at = |p: usize| times[(times.len() * p / 100).min(times.len() - 1)];
+            say(format!(
+                "{size} MB, sentinel {sentinel}: kill to event p50 {:.2} ms, p99 {:.2} ms of {kills} ({reason})",
+                at(50),
+                at(99),
+            ));
+        }
+    }
+}
+
 #[test]
 fn without_a_sentinel_the_transport_still_reports() {
     let (times, reason) = kill_times(&[(NO_SENTINEL, "1")], 1);
@@ -366,6 +401,31 @@ fn ends_that_are_deaths_are_told_and_leave_nothing() {
         wait_until("the sentinel ends", || !exists(sentinel));
         expect_silence(&survivor, Duration::from_millis(30));
     }
+}
+
+#[test]
+fn a_process_that_is_being_dumped_is_dead() {
+    let pattern = std::fs::read_to_string("/proc/sys/kernel/core_pattern").unwrap_or_default();
+    let dir = std::env::temp_dir().join(format!("connex-rs-core-{}", std::process::id()));
+    std::fs::create_dir(&dir).expect("a directory for the core");
+    let survivor = engine(0);
+    let dir_text = dir.to_string_lossy().into_owned();
+    let settings = [(BALLAST, "512"), (CORE, dir_text.as_str())];
+    let mut victim = Victim::connected(&survivor, &settings);
+    victim.tell("abort");
+    let (status, reason, _) = expect_failed(&survivor);
+    // Gigabytes of core are written meanwhile where it counts; here it is half of one.
+    victim.kill();
+    victim.child.wait().expect("a child of ours");
+    std::fs::remove_dir_all(&dir).expect("cleaned up");
+    assert_eq!(status, -2, "{reason}");
+    if pattern.trim() == "core" {
+        assert_eq!(
+            reason,
+            "peer died: its sentinel says that its core is being dumped"
+        );
+    }
+    expect_silence(&survivor, Duration::from_millis(30));
 }
 
 #[test]

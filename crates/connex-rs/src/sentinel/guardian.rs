@@ -272,9 +272,10 @@ impl Guardian {
         table.free.push(index);
     }
 
-    /// The sentinel has to look at the settings again.
+    /// The sentinel has to look at the settings again: at once, and our thread rings until it has.
     fn changed(&self) {
         self.memory.change.fetch_add(1, Ordering::AcqRel);
+        wake(&self.memory.lock);
         self.knock();
     }
 
