@@ -251,6 +251,8 @@ ENGINES = [
     ({"secret": b"short"}, ValueError, "secret"),
     ({"secret": 5}, TypeError, "secret"),
     ({"sentinel": "yes"}, TypeError, "sentinel"),
+    ({"stall_ms": 5}, ValueError, "stall"),
+    ({"stall_ms": -1}, ValueError, "stall_ms"),
 ]
 
 

@@ -33,7 +33,7 @@ pub(crate) fn event_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<
     Ok(dict)
 }
 
-/// The counters by name, then `transport`, `paths` and `warnings`.
+/// The counters by name, then `transport`, `paths`, `sentinel` and `warnings`.
 pub(crate) fn stats_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     for (name, value) in stats.counters() {
@@ -49,6 +49,7 @@ pub(crate) fn stats_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<
         paths.append(entry)?;
     }
     dict.set_item("paths", paths)?;
+    dict.set_item("sentinel", stats.sentinel.name())?;
     dict.set_item("warnings", &stats.warnings)?;
     Ok(dict)
 }
