@@ -1025,6 +1025,15 @@ impl Engine {
         wait.is_done() || ready() || wait.wait_until(until)
     }
 
+    /// A wait for a change, as its caller sees it; it cannot be canceled, only forgotten.
+    pub(crate) fn change(&self, wait: Option<Arc<Completion>>) -> Transfer {
+        Transfer {
+            completion: wait.unwrap_or_else(|| Arc::new(Completion::ended(Ok(())))),
+            id: 0,
+            engine: None,
+        }
+    }
+
     /// An operation that has been posted, as its caller sees it.
     pub(crate) fn transfer(&self, completion: Arc<Completion>, id: OpId) -> Transfer {
         Transfer {

@@ -235,6 +235,12 @@ impl Step {
         }
     }
 
+    /// Keeps the memory of the ring, beyond the step's release: for views that a binding cannot take back. After the release
+    /// the sender writes to it again.
+    pub fn memory(&self) -> Arc<dyn Any + Send + Sync> {
+        self.inlet.memory()
+    }
+
     /// The correlation number that the sender gave it.
     pub fn corr(&self) -> u64 {
         self.corr

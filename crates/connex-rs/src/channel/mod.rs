@@ -43,7 +43,7 @@ pub(crate) use table::{Channels, Inlet, Open, Outlet, Request};
 
 use std::time::Duration;
 
-use crate::engine::Engine;
+use crate::engine::{Engine, Transfer};
 use crate::error::{Error, Result};
 
 /// The ring of a channel.
@@ -97,6 +97,12 @@ impl Engine {
         timeout: Option<Duration>,
     ) -> Result<Receiver> {
         Receiver::accept(self, name, timeout)
+    }
+
+    /// Ends with the next channel that wants to be accepted, at once if one of that name waits: for bindings with a loop of
+    /// their own. That it has ended says that it is worth a try, no more.
+    pub fn channel_waits(&self, name: Option<&str>) -> Transfer {
+        self.change(self.shared().channels.wait(name))
     }
 
     /// As [`accept_channel`](Self::accept_channel), as a future.

@@ -10,7 +10,7 @@ use super::array::Step;
 use super::table::{Attempt, Inlet, Open, Request};
 use crate::completion::{Completion, deadline};
 use crate::core::Command;
-use crate::engine::Engine;
+use crate::engine::{Engine, Transfer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::identity::LogicalId;
 use crate::memory::Pages;
@@ -156,6 +156,12 @@ impl Receiver {
             receiver: self,
             wait: None,
         }
+    }
+
+    /// Ends with the next change, at once if [`recv`](Self::recv) would not wait: for bindings with a loop of their own.
+    /// That it has ended says that it is worth a try, no more.
+    pub fn changed(&self) -> Transfer {
+        self.engine.change(self.inlet.wait())
     }
 
     /// The steps until the end; after an error nothing more.

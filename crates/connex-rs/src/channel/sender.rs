@@ -14,6 +14,7 @@ use crate::completion::{Completion, deadline};
 use crate::core::{Command, Target};
 use crate::engine::{Engine, Transfer};
 use crate::error::{Error, ErrorKind, Result};
+use crate::identity::LogicalId;
 use crate::region::Lease;
 use crate::transfer::{Deadline, Element, OpId, Work};
 
@@ -55,6 +56,11 @@ impl Sender {
     /// The name that the channel was opened with.
     pub fn name(&self) -> &str {
         &self.outlet.name
+    }
+
+    /// Who receives.
+    pub fn peer(&self) -> &LogicalId {
+        &self.outlet.peer.id
     }
 
     /// The URL of the receiver.
@@ -134,6 +140,18 @@ impl Sender {
             wait: None,
             transfer: None,
         }
+    }
+
+    /// Ends with the next change, at once if [`try_send`](Self::try_send) would come to something: for bindings with a loop
+    /// of their own. That it has ended says that it is worth a try, no more.
+    pub fn changed(&self) -> Transfer {
+        self.engine.change(self.outlet.wait())
+    }
+
+    /// How the transfer of a step of this channel ended, as [`send`](Self::send) would tell it; `None` while it runs.
+    pub fn outcome(&self, transfer: &Transfer) -> Option<Result<()>> {
+        let result = transfer.result()?;
+        Some(result.map_err(|error| self.outlet.step_error(&error)))
     }
 
     /// Waits until the receiver has released every step that was sent.

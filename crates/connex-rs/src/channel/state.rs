@@ -62,6 +62,11 @@ impl Outgoing {
         Some(Ticket { slot, seq })
     }
 
+    /// Whether [`take`](Self::take) would give something.
+    pub(crate) fn has_free(&self) -> bool {
+        self.end.is_none() && !self.free.is_empty()
+    }
+
     /// The receiver has released a slot.
     ///
     /// # Errors

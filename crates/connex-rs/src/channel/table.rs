@@ -173,6 +173,17 @@ impl Outlet {
         Ok(wait.then(|| Attempt::Wait(state.wait())))
     }
 
+    /// A wait for the next change; `None` if an attempt to [`take`](Self::take) would come to something now.
+    pub(crate) fn wait(&self) -> Option<Arc<Completion>> {
+        let mut state = self.state.lock();
+        let waits = match state.stage {
+            Stage::Failed(_) => false,
+            Stage::Open { .. } => state.machine.end().is_none() && !state.machine.has_free(),
+            Stage::Opening | Stage::Asked(_) => state.machine.end().is_none(),
+        };
+        waits.then(|| state.wait())
+    }
+
     /// Whether all that was sent has been released, or a wait for it.
     pub(crate) fn drained(&self) -> Result<Attempt<()>> {
         let mut state = self.state.lock();
@@ -342,6 +353,11 @@ impl Inlet {
         self.pages.addr()
     }
 
+    /// Keeps the ring's memory.
+    pub(crate) fn memory(&self) -> Arc<Pages> {
+        self.pages.clone()
+    }
+
     fn flag(&self, slot: u32) -> &AtomicU64 {
         let at = self.base() + self.layout.flag_at(slot) as usize;
         // SAFETY: the word lies in our pages, is aligned to 8 bytes, and is only ever accessed as an atomic here and
@@ -414,6 +430,22 @@ impl Inlet {
         }
     }
 
+    /// A wait for the next change; `None` if an attempt to [`take`](Self::take) would come to something now.
+    pub(crate) fn wait(&self) -> Option<Arc<Completion>> {
+        let mut state = self.state.lock();
+        if self.would_take(&mut state) {
+            return None;
+        }
+        let wait = Arc::new(Completion::default());
+        state.waiting.push(wait.clone());
+        Some(wait)
+    }
+
+    fn would_take(&self, state: &mut InState) -> bool {
+        let flag_of = |slot| self.flag(slot).load(Ordering::Acquire);
+        state.gone.is_some() || state.machine.next(flag_of) != Next::Wait
+    }
+
     /// Whoever waited has given up.
     pub(crate) fn forget_wait(&self, wait: &Arc<Completion>) {
         self.state
@@ -451,11 +483,7 @@ impl Inlet {
 
     /// Whether [`take`](Self::take) would not wait: for a caller that polls.
     pub(crate) fn is_ready(&self) -> bool {
-        let mut state = self.state.lock();
-        let next = state
-            .machine
-            .next(|slot| self.flag(slot).load(Ordering::Acquire));
-        next != Next::Wait || state.gone.is_some()
+        self.would_take(&mut self.state.lock())
     }
 
     // ---- the core's side ----
@@ -660,6 +688,18 @@ impl Channels {
         let wait = Arc::new(Completion::default());
         inner.accepting.push(wait.clone());
         Ok(Attempt::Wait(wait))
+    }
+
+    /// A wait for the next channel that wants to be accepted; `None` if one of that name waits now.
+    pub(crate) fn wait(&self, name: Option<&str>) -> Option<Arc<Completion>> {
+        let mut inner = self.inner.lock();
+        let fits = |w: &Waiting| !w.taken && name.is_none_or(|name| *name == *w.open.name);
+        if inner.closed || inner.opens.iter().any(fits) {
+            return None;
+        }
+        let wait = Arc::new(Completion::default());
+        inner.accepting.push(wait.clone());
+        Some(wait)
     }
 
     /// Whoever waited has given up.
