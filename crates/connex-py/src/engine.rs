@@ -1,15 +1,16 @@
 //! `connex_rs.Engine`.
 
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use connex_rs::{Config, Error, ErrorKind, Recipient, TransportChoice};
+use connex_rs::{ChannelConfig, Config, Error, ErrorKind, Recipient, TransportChoice};
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
 
 use crate::args::{self, Order};
+use crate::channel;
 use crate::convert;
 use crate::errors::{check_process, exception};
 use crate::exit;
@@ -87,7 +88,7 @@ impl Engine {
 /// Starts an engine on a thread of its own, so that Ctrl-C works while a name is looked up or a port is waited for. An
 /// engine that comes up after an interrupt is closed again.
 fn start_engine(py: Python<'_>, config: Config) -> PyResult<connex_rs::Engine> {
-    let (sender, receiver) = channel();
+    let (sender, receiver) = mpsc::channel();
     std::thread::Builder::new()
         .name("connex-start".into())
         .spawn(move || {
@@ -590,6 +591,55 @@ impl Engine {
             ))),
             None => Ok(None),
         }
+    }
+
+    // ---- channels -----------------------------------------------------------------------------
+
+    /// Opens a step channel to a peer, connecting on demand: a `connex_rs.channel.Sender`. Does not wait. `slots` steps of
+    /// at most `slot_bytes` of arrays may be out at a time.
+    #[pyo3(signature = (peer_url, name=None, slots=None, slot_bytes=None),
+        text_signature = "(peer_url, name=\"\", slots=8, slot_bytes=1048576)")]
+    fn channel<'py>(
+        &self,
+        py: Python<'py>,
+        peer_url: &Bound<'_, PyAny>,
+        name: Option<&Bound<'_, PyAny>>,
+        slots: Option<&Bound<'_, PyAny>>,
+        slot_bytes: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.check_process()?;
+        let url = args::text(peer_url, "peer_url")?;
+        let name = name.map(|name| args::text(name, "name")).transpose()?;
+        let mut config = ChannelConfig::default();
+        if let Some(slots) = slots {
+            config.slots = args::word(slots, "slots")?;
+        }
+        if config.slots < 2 {
+            return Err(PyValueError::new_err(format!(
+                "slots {} must be at least 2: a loop over steps holds one while it waits for the next",
+                config.slots
+            )));
+        }
+        if let Some(slot_bytes) = slot_bytes {
+            config.slot_bytes = args::word(slot_bytes, "slot_bytes")?;
+        }
+        channel::open(py, &self.inner, &url, name.as_deref().unwrap_or(""), config)
+    }
+
+    /// Accepts the oldest channel that a peer has opened, of that name if one is given: a `connex_rs.channel.Receiver`.
+    ///
+    /// Raises TimeoutError after `timeout_ms` (None: never), RuntimeError after `close` or without memory for the ring.
+    #[pyo3(signature = (name=None, timeout_ms=None))]
+    fn accept_channel<'py>(
+        &self,
+        py: Python<'py>,
+        name: Option<&Bound<'_, PyAny>>,
+        timeout_ms: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.check_process()?;
+        let name = name.map(|name| args::text(name, "name")).transpose()?;
+        let timeout = args::timeout(timeout_ms, "timeout_ms")?;
+        channel::accept(py, &self.inner, name.as_deref(), timeout)
     }
 
     // ---- peers --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 //! they are free whenever Python forks.
 
 mod args;
+mod channel;
 mod convert;
 mod engine;
 mod errors;
@@ -28,6 +29,9 @@ fn _connex_rs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<engine::Engine>()?;
     module.add_class::<transfer::Transfer>()?;
+    module.add_class::<channel::ChannelSender>()?;
+    module.add_class::<channel::ChannelReceiver>()?;
+    module.add_class::<channel::ChannelStep>()?;
     module.add_function(wrap_pyfunction!(now_ns, module)?)?;
     module.add_function(wrap_pyfunction!(host::set_ucx_wheel, module)?)?;
     module.add_function(wrap_pyfunction!(host::ucx, module)?)?;

@@ -33,6 +33,10 @@ impl Transfer {
         }
     }
 
+    pub(crate) fn inner(&self) -> &connex_rs::Transfer {
+        &self.inner
+    }
+
     pub(crate) fn is_done(&self) -> bool {
         self.inner.done()
     }
