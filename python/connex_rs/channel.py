@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from types import TracebackType
-from typing import Any, AsyncIterator, Iterable, Iterator, List, Optional, Sequence, Tuple, Type
+from typing import Any, AsyncIterator, Iterable, Iterator, Optional, Sequence, Tuple
 
 from connex_rs._connex_rs import ChannelReceiver, ChannelSender, ChannelStep, Transfer
 
@@ -72,6 +72,18 @@ _CASTS = {
 class _PyBuffer(ctypes.Structure):
     """`Py_buffer`, the same in every CPython since 3.0."""
 
+    buf: Optional[int]
+    obj: Optional[int]
+    len: int
+    itemsize: int
+    readonly: int
+    ndim: int
+    format: Optional[bytes]
+    shape: Any
+    strides: Any
+    suboffsets: Any
+    internal: Optional[int]
+
     _fields_ = [
         ("buf", ctypes.c_void_p),
         ("obj", ctypes.c_void_p),
@@ -112,7 +124,7 @@ class _Held:
             _release_buffer(ctypes.byref(self.view))
 
 
-def _of_buffer(obj: Any, keep: List[Any]) -> _Part:
+def _of_buffer(obj: Any, keep: list[Any]) -> _Part:
     try:
         held = _Held(obj)
     except BufferError as error:
@@ -140,7 +152,7 @@ def _contiguous(shape: Sequence[int], strides: Optional[Sequence[int]], size: in
     return True
 
 
-def _of_interface(obj: Any, keep: List[Any]) -> _Part:
+def _of_interface(obj: Any, keep: list[Any]) -> _Part:
     interface = obj.__array_interface__
     shape = tuple(interface["shape"])
     typestr = interface["typestr"]
@@ -163,7 +175,7 @@ def _of_interface(obj: Any, keep: List[Any]) -> _Part:
     return name, shape, data[0], length
 
 
-def _of_tensor(obj: Any, keep: List[Any]) -> _Part:
+def _of_tensor(obj: Any, keep: list[Any]) -> _Part:
     """What has `data_ptr`, `element_size`, `dtype` and `shape`, as PyTorch's tensors do."""
     device = str(getattr(obj, "device", "cpu"))
     if device != "cpu":
@@ -180,6 +192,17 @@ def _of_tensor(obj: Any, keep: List[Any]) -> _Part:
 
 class _DLTensor(ctypes.Structure):
     """`DLTensor` of DLPack."""
+
+    data: Optional[int]
+    device_type: int
+    device_id: int
+    ndim: int
+    code: int
+    bits: int
+    lanes: int
+    shape: Any
+    strides: Any
+    byte_offset: int
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -202,7 +225,7 @@ _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 _capsule_pointer.restype = ctypes.c_void_p
 
 
-def _of_dlpack(obj: Any, keep: List[Any]) -> _Part:
+def _of_dlpack(obj: Any, keep: list[Any]) -> _Part:
     # A capsule that nobody takes over frees what it holds when it goes.
     capsule = obj.__dlpack__()
     tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
@@ -227,7 +250,7 @@ def _of_dlpack(obj: Any, keep: List[Any]) -> _Part:
     return name, shape, (tensor.data or 0) + tensor.byte_offset, length
 
 
-def _part(obj: Any, keep: List[Any]) -> _Part:
+def _part(obj: Any, keep: list[Any]) -> _Part:
     if hasattr(obj, "data_ptr"):
         return _of_tensor(obj, keep)
     if hasattr(obj, "__array_interface__"):
@@ -244,7 +267,7 @@ def _part(obj: Any, keep: List[Any]) -> _Part:
     return _of_buffer(obj, keep)
 
 
-def _parts(arrays: Iterable[Any], keep: List[Any]) -> List[_Part]:
+def _parts(arrays: Iterable[Any], keep: list[Any]) -> list[_Part]:
     if isinstance(arrays, (str, bytes, bytearray, memoryview)):
         raise TypeError("arrays must be a list of arrays, not one of them: write [array]")
     return [_part(array, keep) for array in arrays]
@@ -269,7 +292,7 @@ class Sender:
         return self._native.name
 
     @property
-    def peer(self) -> Tuple[str, int, int, int]:
+    def peer(self) -> tuple[str, int, int, int]:
         """Who receives."""
         return self._native.peer
 
@@ -279,7 +302,7 @@ class Sender:
         return self._native.slot_bytes
 
     @property
-    def untaken(self) -> List[int]:
+    def untaken(self) -> list[int]:
         """The correlation numbers of the steps that the receiver has not released, in the order of their sends."""
         return self._native.untaken
 
@@ -302,12 +325,12 @@ class Sender:
         The arrays are kept, and must not be changed, until the transfer has ended: when their bytes are in the receiver's
         memory.
         """
-        keep: List[Any] = []
+        keep: list[Any] = []
         return self._native.post(_parts(arrays, keep), keep, corr, timeout_ms)
 
     async def send_async(self, arrays: Iterable[Any], corr: int = 0) -> None:
         """As `send`, for an event loop."""
-        keep: List[Any] = []
+        keep: list[Any] = []
         parts = _parts(arrays, keep)
         while True:
             try:
@@ -339,7 +362,7 @@ class Sender:
 
     def __exit__(
         self,
-        kind: Optional[Type[BaseException]],
+        kind: Optional[type[BaseException]],
         value: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> None:
@@ -369,11 +392,11 @@ class Step(Sequence[Any]):
     def __init__(self, native: ChannelStep) -> None:
         self._native = native
         # None once it is released.
-        self._live: Optional[List[_Part]] = native.arrays()
-        self._views: List[Any] = [None] * len(self._parts)
+        self._live: Optional[list[_Part]] = native.arrays()
+        self._views: list[Any] = [None] * len(self._parts)
 
     @property
-    def _parts(self) -> List[_Part]:
+    def _parts(self) -> list[_Part]:
         if self._live is None:
             raise ValueError("the step has been released")
         return self._live
@@ -384,12 +407,12 @@ class Step(Sequence[Any]):
         return self._native.corr
 
     @property
-    def dtypes(self) -> List[str]:
+    def dtypes(self) -> list[str]:
         """The types of its arrays, by name."""
         return [part[0] for part in self._parts]
 
     @property
-    def shapes(self) -> List[Tuple[int, ...]]:
+    def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of its arrays."""
         return [part[1] for part in self._parts]
 
@@ -467,12 +490,12 @@ class Receiver:
         return self._native.name
 
     @property
-    def peer(self) -> Tuple[str, int, int, int]:
+    def peer(self) -> tuple[str, int, int, int]:
         """Who sends."""
         return self._native.peer
 
     @property
-    def untaken(self) -> List[int]:
+    def untaken(self) -> list[int]:
         """The correlation numbers of the steps that are out and not released, in their order."""
         return self._native.untaken
 

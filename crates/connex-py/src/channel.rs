@@ -62,8 +62,16 @@ fn patiently<T: Send>(
 
 /// The error of the last slice, with the time that the caller gave.
 fn late_by(late: &Error, timeout: Option<Duration>) -> PyErr {
-    let ms = timeout.unwrap_or_default().as_millis();
-    PyTimeoutError::new_err(format!("not within {ms} ms: {}", late.text()))
+    let text = late.text();
+    let time = format!(" within {} ms", timeout.unwrap_or_default().as_millis());
+    let text = match text.split_once(" within ") {
+        Some((before, after)) => {
+            let rest = after.find(';').map_or("", |at| &after[at..]);
+            format!("{before}{time}{rest}")
+        }
+        None => format!("{text}{time}"),
+    };
+    PyTimeoutError::new_err(text)
 }
 
 // ---- memory of steps under way ----------------------------------------------------------------

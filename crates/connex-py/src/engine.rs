@@ -598,7 +598,7 @@ impl Engine {
     /// Opens a step channel to a peer, connecting on demand: a `connex_rs.channel.Sender`. Does not wait. `slots` steps of
     /// at most `slot_bytes` of arrays may be out at a time.
     #[pyo3(signature = (peer_url, name=None, slots=None, slot_bytes=None),
-        text_signature = "(peer_url, name=\"\", slots=8, slot_bytes=1048576)")]
+        text_signature = "($self, peer_url, name=\"\", slots=8, slot_bytes=1048576)")]
     fn channel<'py>(
         &self,
         py: Python<'py>,
