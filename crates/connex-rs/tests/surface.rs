@@ -17,6 +17,7 @@ use connex_rs::{Access, Engine, ErrorKind, Event, EventKind, Range, Recipient, T
 
 on_every_transport!(
     wrong_addresses_are_refused_and_cost_nothing,
+    many_refused_writes_at_once_cost_no_link,
     access_is_enforced,
     the_local_side_may_not_leave_a_region,
     registration_follows_its_rules,
@@ -97,6 +98,23 @@ fn wrong_addresses_are_refused_and_cost_nothing(net: Net) {
     assert_eq!(a.stats().eps_created, 1, "an invalid request costs no link");
     expect_up(&a, b.id());
     expect_quiet(&a, Duration::from_millis(50));
+}
+
+fn many_refused_writes_at_once_cost_no_link(net: Net) {
+    const LEN: usize = 300_000;
+    let (a, b) = (engine(net, 0), engine(net, 1));
+    link(&a, &b);
+    let (here, nowhere) = (Memory::new(LEN), Memory::poisoned(LEN, 0x3c));
+    let put = |_| {
+        // SAFETY: the memories outlive the transfers, which are waited for.
+        unsafe { a.put(b.local_url(), here.addr(), nowhere.addr() as u64, LEN, LONG) }.expect("put")
+    };
+    let puts: Vec<Transfer> = (0..5000).map(put).collect();
+    for put in puts {
+        assert_eq!(code(put.wait(LONG).expect("ends")), -4);
+    }
+    assert!(nowhere.is_all(0, LEN, 0x3c));
+    assert_eq!(a.stats().eps_created, 1, "an invalid request costs no link");
 }
 
 fn access_is_enforced(net: Net) {
@@ -328,13 +346,11 @@ fn close_ends_everything_and_stays_harmless(net: Net) {
     there.register(&b);
     let here = Memory::new(BULK);
     let managed = a.allocate_managed_buffer(4096).expect("managed");
-    // SAFETY: the memories outlive the transfers.
-    let gets: Vec<Transfer> = (0..8)
-        .map(|_| {
-            unsafe { a.get(b.local_url(), here.addr(), there.addr() as u64, BULK, None) }
-                .expect("get")
-        })
-        .collect();
+    let get = |_| {
+        // SAFETY: the memories outlive the transfers.
+        unsafe { a.get(b.local_url(), here.addr(), there.addr() as u64, BULK, None) }.expect("get")
+    };
+    let gets: Vec<Transfer> = (0..8).map(get).collect();
     let waiters: Vec<_> = (0..2)
         .map(|which| {
             let a = a.clone();

@@ -13,6 +13,10 @@ use crate::wire::{self, Message, MsgPiece, Piece};
 /// Elements of reads that one link may have asked for at a time.
 pub(super) const MAX_READS_OUT: usize = 16 << 10;
 
+/// Large transfers of one link that take turns; the others wait until one of these has ended. Bounds how many writes the
+/// peer has begun to refuse: it keeps a note of each until its last piece has come.
+const MAX_TURNS: usize = 64;
+
 impl Core {
     pub(super) fn post(
         &mut self,
@@ -361,7 +365,10 @@ impl Core {
                     // Small ones are finished in order; large ones take turns.
                     match class {
                         Class::Urgent => link.small.push_front(rest),
-                        Class::Bulk => link.bulk.push_back(rest),
+                        Class::Bulk => {
+                            let turn = link.bulk.len().min(MAX_TURNS - 1);
+                            link.bulk.insert(turn, rest);
+                        }
                     }
                 }
             }
