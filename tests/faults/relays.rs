@@ -104,6 +104,23 @@ fn a_large_message_over_a_slow_path_arrives() {
 }
 
 #[test]
+fn a_signal_with_a_large_message_over_a_slow_path_arrives() {
+    const NOTE: usize = 10 << 20;
+    let (a, b, relay, url) = through_a_relay(None);
+    let there = b.buffer(4096, 1, false);
+    let here = a.buffer(4096, 2, true);
+    relay.set_rate(1_000_000);
+    let signal = a.post(json!({
+        "do": "signal", "url": url, "local": here, "remote": there, "len": 4096, "note": NOTE,
+    }));
+    let got = b.call(json!({"do": "recv", "ms": 60_000}));
+    assert_eq!(got, json!(["lab|0|0|0", NOTE, 7]));
+    let answer = signal.wait();
+    assert_eq!(answer["code"], 0, "slow is not dead: {answer}");
+    a.expect_quiet(10, "slow is not dead");
+}
+
+#[test]
 fn a_reset_is_a_death_on_both_sides() {
     let (a, b, relay, url) = through_a_relay(None);
     let there = b.buffer(BULK, 1, false);

@@ -132,8 +132,8 @@ fn pass(state: &State, mut from: TcpStream, mut into: TcpStream) {
             std::thread::sleep(Duration::from_millis(5));
         }
         let rate = state.rate.load(Ordering::Relaxed);
-        if rate > 0 {
-            next = next.max(Instant::now()) + Duration::from_nanos(n as u64 * 1_000_000_000 / rate);
+        if let Some(time) = (n as u64 * 1_000_000_000).checked_div(rate) {
+            next = next.max(Instant::now()) + Duration::from_nanos(time);
             std::thread::sleep(next.saturating_duration_since(Instant::now()));
         }
         if into.write_all(&buffer[..n]).is_err() {

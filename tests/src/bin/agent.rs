@@ -193,6 +193,7 @@ impl Agent {
         {
             return Err("not a buffer".into());
         }
+        let note = order["note"].as_u64().unwrap_or(8) as usize;
         let engine = self.engine()?;
         let start = Instant::now();
         // SAFETY: a buffer of ours, checked above, which lives as long as the process.
@@ -201,7 +202,7 @@ impl Agent {
                 "read" => engine.read(url, local, remote, len, ms),
                 "write" => engine.write(url, local, remote, len, ms),
                 _ => engine
-                    .put_signal(url, local, remote, len, vec![7; 8], ms)
+                    .put_signal(url, local, remote, len, vec![7; note], ms)
                     .and_then(|signal| signal.wait(None).unwrap_or(Ok(()))),
             }
         };

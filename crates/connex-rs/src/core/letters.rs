@@ -145,6 +145,8 @@ impl Core {
         } else {
             partial.bytes.extend_from_slice(&bytes);
         }
+        // On a slow link the sender of a signal, or of heartbeats, hears nothing else for long.
+        self.tell_progress(conn, piece.signals.unwrap_or(0), 0);
         self.deliver_letters(conn);
         Ok(())
     }
