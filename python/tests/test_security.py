@@ -17,18 +17,60 @@ class Authority:
     def __init__(self, folder):
         self.folder = folder
         self.key, self.cert = folder / "ca.key", folder / "ca.pem"
-        openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-                "-keyout", str(self.key), "-out", str(self.cert), "-subj", "/CN=ca", "-days", "2")
+        openssl(
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-keyout",
+            str(self.key),
+            "-out",
+            str(self.cert),
+            "-subj",
+            "/CN=ca",
+            "-days",
+            "2",
+        )
 
     def files(self, model, stage):
         name = self.folder / f"{model}-{stage}"
         request, extensions = f"{name}.csr", f"{name}.ext"
         with open(extensions, "w") as out:
             out.write(f"subjectAltName=URI:connex-rs:{model}%7C{stage}%7C0%7C0\n")
-        openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-                "-keyout", f"{name}.key", "-out", request, "-subj", "/CN=stage")
-        openssl("x509", "-req", "-in", request, "-CA", str(self.cert), "-CAkey", str(self.key),
-                "-CAcreateserial", "-out", f"{name}.pem", "-days", "2", "-extfile", extensions)
+        openssl(
+            "req",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            request,
+            "-subj",
+            "/CN=stage",
+        )
+        openssl(
+            "x509",
+            "-req",
+            "-in",
+            request,
+            "-CA",
+            str(self.cert),
+            "-CAkey",
+            str(self.key),
+            "-CAcreateserial",
+            "-out",
+            f"{name}.pem",
+            "-days",
+            "2",
+            "-extfile",
+            extensions,
+        )
         return f"{name}.pem", f"{name}.key", str(self.cert)
 
 
@@ -43,7 +85,10 @@ def test_bytes_move_over_tls(authority):
     stranger = connex_rs.Engine("tls", 2, listen_ip="127.0.0.1")
     try:
         data = bytes(range(256)) * 4096
-        there, here = owner.allocate_managed_buffer(len(data)), reader.allocate_managed_buffer(len(data))
+        there, here = (
+            owner.allocate_managed_buffer(len(data)),
+            reader.allocate_managed_buffer(len(data)),
+        )
         assert owner.write_bytes_to_buffer(there, data, len(data)) == 0
         assert reader.transfer_sync_read(owner.local_url, here, there, len(data), 20_000) == 0
         assert reader.read_bytes_from_buffer(here, len(data)) == data
@@ -67,5 +112,5 @@ def test_tls_takes_three_paths(wrong):
 
 def test_a_missing_file_is_named(tmp_path):
     missing = str(tmp_path / "none.pem")
-    with pytest.raises(ValueError, match="none.pem"):
+    with pytest.raises(ValueError, match=r"none\.pem"):
         connex_rs.Engine("tls", 0, listen_ip="127.0.0.1", tls=(missing, missing, missing))

@@ -389,8 +389,10 @@ impl Engine {
             };
         }
         if !self.is_closed() {
-            self.shared().registry.lock().unregister(addr)?;
+            // The region keeps the pages until no peer holds its key.
+            let region = self.shared().registry.lock().unregister(addr)?;
             self.withdraw_key(addr);
+            drop(region);
         }
         Ok(())
     }
