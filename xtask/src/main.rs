@@ -5,6 +5,7 @@
     reason = "a program for the terminal: printing is its output"
 )]
 
+mod bench_peers;
 #[cfg(feature = "bindings")]
 mod bindings;
 mod demo;
@@ -64,6 +65,8 @@ enum Chore {
         #[arg(long, value_enum, default_value_t = demo::Transport::Tcp)]
         transport: demo::Transport,
     },
+    /// Measures connex-rs side by side with plain sockets, ucx_perftest, Mooncake and NIXL; for an idle machine
+    BenchPeers(bench_peers::Args),
     /// Regenerates crates/connex-ucx/src/sys/bindings.rs from UCX's headers (needs libclang)
     Bindings {
         /// The folder that holds ucp/api/ucp.h; without it the headers of the newest libucx-cu12 under target/
@@ -96,6 +99,7 @@ fn run(chore: Chore) -> Result<ExitCode> {
             println!("{}", wheel.display());
         }
         Chore::Demo { transport } => demo::run(&place, transport)?,
+        Chore::BenchPeers(args) => bench_peers::run_all(&place, &args)?,
         Chore::Bindings { headers, check } => regenerate(&place, headers, check)?,
     }
     Ok(ExitCode::SUCCESS)
