@@ -29,22 +29,30 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 /// Closes every open engine, all at once: each close takes up to a second when a peer is frozen.
+///
+/// A busy host may not be done by then, and no thread may be inside a transport's library when the C library takes that
+/// down at the end of the process: so there is a second wait for those.
 #[pyfunction]
 fn close_all(py: Python<'_>) {
     let live = std::mem::take(&mut *LIVE.lock().unwrap_or_else(PoisonError::into_inner));
-    let open: Vec<_> = live
+    let native: Vec<_> = live
         .iter()
         .filter_map(Weak::upgrade)
-        .filter(|engine| !engine.is_closed() && engine.check_process().is_ok())
+        .filter(|engine| engine.check_process().is_ok())
         .collect();
+    let close = |engine: &connex_rs::Engine| {
+        engine.close();
+        // Waits again if the first call has not seen the end, else returns at once.
+        engine.close();
+    };
     detached(py, || {
         std::thread::scope(|scope| {
-            if let Some((first, others)) = open.split_first() {
+            if let Some((first, others)) = native.split_first() {
                 for engine in others {
-                    // Without a thread to spare it is closed by whoever drops it, or by the end of the process.
-                    let _ = std::thread::Builder::new().spawn_scoped(scope, || engine.close());
+                    // Without a thread to spare it is closed by whoever drops it.
+                    let _ = std::thread::Builder::new().spawn_scoped(scope, || close(engine));
                 }
-                first.close();
+                close(first);
             }
         });
     });
