@@ -221,7 +221,8 @@ impl Hub {
                 if now - busy >= self.spin || until.is_some_and(|until| now >= until) {
                     break;
                 }
-                std::hint::spin_loop();
+                // On busy cores whoever is to answer needs this one.
+                std::thread::yield_now();
             }
             if driver.core.has_woken() {
                 let mut woken = Vec::new();
