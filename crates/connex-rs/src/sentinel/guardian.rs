@@ -13,7 +13,7 @@ use rustix::time::Timespec;
 
 use super::memory::{Held, Memory, wake};
 use super::post::{Next, Post};
-use super::program::{Entry, MAX_ENGINES, MAX_PEERS, MUTE_ALL};
+use super::program::{self, Entry, MAX_ENGINES, MAX_PEERS, MUTE_ALL};
 use super::spawn::{self, Started, Ways};
 use crate::fork::{self, Private};
 use crate::stats::SentinelState;
@@ -316,6 +316,7 @@ impl Guardian {
 
     fn run(&self) {
         block_signals();
+        program::ask_for_short_turns();
         let mut held = None;
         let mut nurse = Nurse::new(self);
         let mut deaf: HashMap<u64, Instant> = HashMap::new();
