@@ -48,7 +48,10 @@ pub(crate) fn documentation(place: &Place) -> Result<()> {
             "--document-private-items",
             "--locked",
         ])
-        .env("RUSTDOCFLAGS", "-D warnings"))
+        .env(
+            "RUSTDOCFLAGS",
+            "-D warnings -A rustdoc::private-intra-doc-links",
+        ))
 }
 
 /// Unit and integration tests over real UCX.

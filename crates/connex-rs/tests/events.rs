@@ -235,7 +235,7 @@ fn a_stranger_disturbs_nobody(net: Net) {
 fn connecting_to_a_dead_port_leaks_nothing(net: Net) {
     let a = engine(net, 0);
     let url = dead_url();
-    let mut rounds = |n: usize| {
+    let rounds = |n: usize| {
         for _ in 0..n {
             a.connect(&url).expect("connect");
             failed_of(event(&a));
