@@ -358,7 +358,7 @@ fn without_a_sentinel_the_transport_still_reports() {
 #[test]
 fn a_sentinel_that_is_killed_first_is_started_again() {
     let survivor = engine(0);
-    let mut victim = Victim::connected(&survivor, &[(BALLAST, "256")]);
+    let mut victim = Victim::connected(&survivor, &[(BALLAST, "1024")]);
     let first = victim.sentinel;
     signal(first, libc::SIGKILL);
     wait_until("the old one is gone", || !exists(first));
@@ -448,7 +448,7 @@ fn a_closed_engine_is_not_announced() {
 #[test]
 fn a_forked_child_neither_announces_nor_hides_a_death() {
     let survivor = engine(0);
-    let mut victim = Victim::connected(&survivor, &[(BALLAST, "256")]);
+    let mut victim = Victim::connected(&survivor, &[(BALLAST, "1024")]);
     victim.tell("fork 20");
     victim.hear("forked ");
     // The child's end is nobody's death.
@@ -471,7 +471,7 @@ fn a_forked_child_neither_announces_nor_hides_a_death() {
 #[test]
 fn a_file_serves_where_memory_is_not_executable() {
     let survivor = engine(0);
-    let settings = [("CONNEX_RS_TEST_NO_MEMFD", "1"), (BALLAST, "256")];
+    let settings = [("CONNEX_RS_TEST_NO_MEMFD", "1"), (BALLAST, "1024")];
     let victim = Victim::connected(&survivor, &settings);
     let program =
         std::fs::read_link(format!("/proc/{}/exe", victim.sentinel)).expect("its program");
@@ -871,7 +871,7 @@ fn ipv6_works_as_well() {
     let mut config = config(0);
     config.listen_ip = "::1".into();
     let survivor = Engine::start(config).expect("start");
-    let victim = Victim::connected(&survivor, &[(BALLAST, "256")]);
+    let victim = Victim::connected(&survivor, &[(BALLAST, "1024")]);
     victim.kill();
     let (_, reason, _) = expect_failed(&survivor);
     assert_eq!(reason, "peer died: obituary of its sentinel");
