@@ -59,6 +59,9 @@ pub struct Event {
 /// The most events that wait for the application.
 pub const CAPACITY: usize = 4096;
 
+/// The most events that wait at all: beyond that many peers with news even the oldest news goes.
+const LIMIT: usize = 2 * CAPACITY;
+
 /// The bounded queue between the engine and `wait_event`.
 #[derive(Debug, Default)]
 pub struct EventQueue {
@@ -84,6 +87,11 @@ impl EventQueue {
         } else {
             0
         };
+        let mut dropped = dropped;
+        if inner.events.len() >= LIMIT {
+            inner.events.pop_front();
+            dropped += 1;
+        }
         inner.events.push_back(event);
         drop(inner);
         self.filled.notify_one();
@@ -222,6 +230,18 @@ mod tests {
         for peer in 0..16u32 {
             assert_eq!(newest[&peer], 2 * CAPACITY as u64 - 16 + u64::from(peer));
         }
+    }
+
+    #[test]
+    fn names_without_end_do_not_fill_the_queue() {
+        let queue = EventQueue::default();
+        let mut dropped = 0;
+        for name in 0..LIMIT as u32 + 100 {
+            dropped += queue.push(up(name, u64::from(name)));
+        }
+        assert_eq!(dropped, 100);
+        let oldest = queue.wait(Some(Duration::ZERO)).expect("full");
+        assert_eq!(oldest, up(100, 100), "the oldest news goes first");
     }
 
     #[test]

@@ -419,7 +419,11 @@ impl Core {
         let key = LinkKey::theirs(LinkId(greet.link));
         entry.key = Some(key);
         self.check_at(until);
-        let peer = self.peer_index(&id);
+        let Some(peer) = self.knocking_peer(&id) else {
+            self.strangers += 1;
+            let text = "the engine has as many peers as it takes";
+            return self.refuse_stranger(conn, RefusalCode::Busy, text);
+        };
         if let Some(entry) = self.conns.get_mut(&conn) {
             entry.peer = Some(peer);
         }

@@ -28,7 +28,7 @@ use crate::event::{Event, EventKind, EventQueue};
 use crate::heartbeat::Heartbeat;
 use crate::identity::{Incarnation, LogicalId, PeerUrl};
 use crate::inbox::{Credit, Inbox, Owed};
-use crate::peer::{LinkId, LinkKey, Peer, Why};
+use crate::peer::{LinkId, LinkKey, Peer, Phase, Why};
 use crate::region::{Lease, Registry};
 use crate::sentinel::{Notice, Seat};
 use crate::stats::Counters;
@@ -50,6 +50,9 @@ pub(crate) const GOODBYE_TIME: u64 = 300_000_000;
 
 /// Connections that may be open at once without having said who they are.
 pub(crate) const MAX_STRANGERS: usize = 512;
+
+/// Peers that are remembered, with a link or without: strangers that come under ever new names do not fill the memory.
+pub(crate) const MAX_PEERS: usize = 16 << 10;
 
 /// A transfer of at most this many bytes goes before bulk.
 pub(crate) const SMALL: usize = 32 << 10;
@@ -232,6 +235,19 @@ impl PeerEntry {
     }
 }
 
+impl PeerEntry {
+    /// Whether nothing but its history would be lost with it.
+    fn is_forgettable(&self) -> bool {
+        self.machine.phase() == Phase::Idle
+            && self.links.is_empty()
+            && self.live.is_none()
+            && self.waiting.is_empty()
+            && self.letters.is_empty()
+            && self.dial.is_none()
+            && self.leaving.is_none()
+    }
+}
+
 /// How far the handshake of a connection is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Stage {
@@ -395,6 +411,10 @@ pub(crate) struct Core {
     pub(crate) now: u64,
     peers: Vec<PeerEntry>,
     by_id: HashMap<LogicalId, usize>,
+    /// Indices of forgotten peers, to be used again.
+    free_peers: Vec<usize>,
+    /// Where the search for a peer to be forgotten goes on.
+    next_forgotten: usize,
     conns: HashMap<ConnId, Conn>,
     ops: HashMap<OpId, Op>,
     timers: BTreeSet<(u64, OpId)>,
@@ -423,6 +443,8 @@ impl Core {
             now,
             peers: Vec::new(),
             by_id: HashMap::new(),
+            free_peers: Vec::new(),
+            next_forgotten: 0,
             conns: HashMap::new(),
             ops: HashMap::new(),
             timers: BTreeSet::new(),
@@ -525,10 +547,34 @@ impl Core {
         if let Some(&index) = self.by_id.get(id) {
             return index;
         }
-        let index = self.peers.len();
-        self.peers.push(PeerEntry::new(&self.shared.id, id));
+        let entry = PeerEntry::new(&self.shared.id, id);
+        let index = match self.free_peers.pop() {
+            Some(index) => {
+                self.peers[index] = entry;
+                index
+            }
+            None => {
+                self.peers.push(entry);
+                self.peers.len() - 1
+            }
+        };
         self.by_id.insert(id.clone(), index);
         index
+    }
+
+    /// As [`peer_index`](Self::peer_index) for who knocks. A table that is full of peers makes room by forgetting one
+    /// that has neither a link nor work, whoever it is; `None` if there is none.
+    fn knocking_peer(&mut self, id: &LogicalId) -> Option<usize> {
+        if !self.by_id.contains_key(id) && self.by_id.len() >= MAX_PEERS {
+            let count = self.peers.len();
+            let idle = (0..count)
+                .map(|step| (self.next_forgotten + step) % count)
+                .find(|&index| self.peers[index].is_forgettable())?;
+            self.next_forgotten = idle + 1;
+            self.by_id.remove(&self.peers[idle].id);
+            self.free_peers.push(idle);
+        }
+        Some(self.peer_index(id))
     }
 
     fn send(&mut self, conn: ConnId, message: &Message) {
