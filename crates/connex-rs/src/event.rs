@@ -3,7 +3,7 @@
 //! The queue is bounded. When it is full the events of one peer collapse into the newest ones, so that the
 //! last `up` or `failed` of a peer is never lost and an application that never looks costs nothing.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -72,6 +72,8 @@ pub struct EventQueue {
 #[derive(Debug, Default)]
 struct Inner {
     events: VecDeque<Event>,
+    /// How many of them each peer has, so that a full queue need not be counted again for each event.
+    counts: HashMap<LogicalId, usize>,
     closed: bool,
 }
 
@@ -89,10 +91,10 @@ impl EventQueue {
         };
         let mut dropped = dropped;
         if inner.events.len() >= LIMIT {
-            inner.events.pop_front();
+            inner.pop();
             dropped += 1;
         }
-        inner.events.push_back(event);
+        inner.push(event);
         drop(inner);
         self.filled.notify_one();
         dropped
@@ -106,17 +108,13 @@ impl EventQueue {
             if inner.closed {
                 return None;
             }
-            if let Some(event) = inner.events.pop_front() {
+            if let Some(event) = inner.pop() {
                 return Some(event);
             }
             match until {
                 Some(until) => {
                     if self.filled.wait_until(&mut inner, until).timed_out() {
-                        return if inner.closed {
-                            None
-                        } else {
-                            inner.events.pop_front()
-                        };
+                        return if inner.closed { None } else { inner.pop() };
                     }
                 }
                 None => self.filled.wait(&mut inner),
@@ -129,30 +127,43 @@ impl EventQueue {
         let mut inner = self.inner.lock();
         inner.closed = true;
         inner.events.clear();
+        inner.counts.clear();
         drop(inner);
         self.filled.notify_all();
     }
 }
 
 impl Inner {
+    fn push(&mut self, event: Event) {
+        *self.counts.entry(event.peer.clone()).or_default() += 1;
+        self.events.push_back(event);
+    }
+
+    fn pop(&mut self) -> Option<Event> {
+        let event = self.events.pop_front()?;
+        if let Some(count) = self.counts.get_mut(&event.peer) {
+            *count -= 1;
+            if *count == 0 {
+                self.counts.remove(&event.peer);
+            }
+        }
+        Some(event)
+    }
+
     /// Makes room for an event of `peer`: all of that peer's events go; if it has none, those of the
     /// peer with the most, except its newest state.
     fn collapse(&mut self, peer: &LogicalId) -> usize {
         let before = self.events.len();
-        self.events.retain(|event| event.peer != *peer);
-        if self.events.len() == before {
-            let mut counts = std::collections::HashMap::new();
-            for event in &self.events {
-                *counts.entry(event.peer.clone()).or_insert(0usize) += 1;
+        if self.counts.remove(peer).is_some() {
+            self.events.retain(|event| event.peer != *peer);
+        } else if before > 2 * self.counts.len() {
+            // Some peer has more than its newest state.
+            let most = self.counts.iter().max_by_key(|(_, n)| **n);
+            if let Some(most) = most.map(|(peer, _)| peer.clone()) {
+                self.keep_newest_state_of(&most);
+                let left = self.events.iter().filter(|e| e.peer == most).count();
+                self.counts.insert(most, left);
             }
-            let Some(most) = counts
-                .into_iter()
-                .max_by_key(|(_, n)| *n)
-                .map(|(peer, _)| peer)
-            else {
-                return 0;
-            };
-            self.keep_newest_state_of(&most);
         }
         before - self.events.len()
     }
