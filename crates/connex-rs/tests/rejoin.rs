@@ -162,7 +162,7 @@ fn the_older_of_two_lives_is_refused(net: Net) {
     expect_quiet(&old, Duration::from_millis(500));
     old.connect(a.local_url()).expect("connect");
     let failed = expect_failed(&old, a.id());
-    assert_eq!(failed.established, false);
+    assert!(!failed.established);
     assert!(failed.reason.contains("superseded"), "{failed:?}");
     let byte = Memory::new(8);
     assert_eq!(read(&old, a.local_url(), byte.addr(), 4096, 8, LONG), -2);
@@ -278,7 +278,7 @@ fn many_rejoins_leave_everything_flat(net: Net) {
         assert_eq!(write(&a, &url, here.addr(), there.addr(), 4096, LONG), 0);
         assert_eq!(expect_up(&a, b.id()), n > 0);
         let id = b.id().clone();
-        if n % 2 == 0 {
+        if n.is_multiple_of(2) {
             b.close();
         }
         drop(b);

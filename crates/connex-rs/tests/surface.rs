@@ -679,7 +679,7 @@ fn messages_keep_their_order_from_several_threads(net: Net) {
                 });
             }
         }
-        let mut next = vec![[0u32; 3]; 4];
+        let mut next = [[0u32; 3]; 4];
         for _ in 0..senders.len() as u32 * 3 * EACH {
             let (from, message) = b.recv_msg(LONG).expect("a message");
             let (_, tail) = message.split_at(message.len() - 8);

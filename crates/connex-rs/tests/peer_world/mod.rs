@@ -835,10 +835,10 @@ impl World {
                 let rejoin_right = rejoin == watched.joined_before;
                 let up = watched.up;
                 watched.joined_before = true;
-                if let Some(old) = watched.life.replace(incarnation) {
-                    if old != incarnation {
-                        watched.banned.push(old);
-                    }
+                if let Some(old) = watched.life.replace(incarnation)
+                    && old != incarnation
+                {
+                    watched.banned.push(old);
                 }
                 self.require(!returns, Rule::ReplacedReturns);
                 self.require(rejoin_right && up.is_none(), Rule::JoinedUp);
