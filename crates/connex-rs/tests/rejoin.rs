@@ -239,22 +239,27 @@ fn crossing(net: Net, rounds: u32, first: impl Fn(&Engine, &Engine, u32) + Sync)
     }
 }
 
-fn rounds() -> u32 {
-    if common::soak() { 5000 } else { 200 }
+fn rounds(net: Net) -> u32 {
+    match net {
+        _ if common::soak() => 5000,
+        Net::Tcp => 200,
+        // A connect takes a hundred times as long.
+        Net::Ucx => 20,
+    }
 }
 
 fn simultaneous_connects_make_one_link(net: Net) {
-    crossing(net, rounds(), |one, other, _| {
+    crossing(net, rounds(net), |one, other, _| {
         one.connect(other.local_url()).expect("connect");
     });
 }
 
 fn crossing_first_reads_make_one_link(net: Net) {
-    crossing(net, rounds(), |_, _, _| {});
+    crossing(net, rounds(net), |_, _, _| {});
 }
 
 fn a_watcher_that_dials_crosses_the_first_read(net: Net) {
-    crossing(net, rounds(), |one, other, round| {
+    crossing(net, rounds(net), |one, other, round| {
         if (one.id().stage() + round) % 2 == 0 {
             one.connect(other.local_url()).expect("connect");
         }

@@ -16,6 +16,8 @@ pub(crate) const LONG: Option<Duration> = Some(Duration::from_secs(60));
 pub(crate) enum Net {
     /// The built-in transport.
     Tcp,
+    /// UCX: shared memory between processes of one host where the version can, or what `CONNEX_RS_TEST_TLS` names.
+    Ucx,
 }
 
 /// Instantiates each test body once for every transport: one line here for each of them.
@@ -23,6 +25,7 @@ pub(crate) enum Net {
 macro_rules! on_every_transport {
     ($($(#[$attribute:meta])* $test:ident),+ $(,)?) => {
         $crate::on_transport!(tcp, Tcp, [$($(#[$attribute])* $test),+]);
+        $crate::on_transport!(ucx, Ucx, [$($(#[$attribute])* $test),+]);
     };
 }
 
@@ -63,8 +66,24 @@ pub(crate) fn config(net: Net, stage: u32) -> Config {
     config.listen_ip = test_ip();
     config.transport = match net {
         Net::Tcp => TransportChoice::Tcp,
+        Net::Ucx => {
+            ask_for_tls();
+            TransportChoice::Ucx
+        }
     };
     config
+}
+
+/// Hands `CONNEX_RS_TEST_TLS` on to UCX, which reads its variables when an engine starts.
+fn ask_for_tls() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        if let Some(tls) = std::env::var_os("CONNEX_RS_TEST_TLS") {
+            // SAFETY: before the first engine of this process starts; the tests themselves read no environment
+            // concurrently.
+            unsafe { std::env::set_var("UCX_TLS", tls) };
+        }
+    });
 }
 
 /// Starts an engine.

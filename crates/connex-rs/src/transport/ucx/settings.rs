@@ -77,6 +77,12 @@ const SHM_SEGMENT: &str = "17408";
 /// A variable that excludes the interface of the address: the text names the interface and the way out.
 pub fn plan(facts: &Facts) -> Result<Plan, String> {
     check_devices(facts)?;
+    if facts.addr.is_ipv6() && facts.version.minor < SHARED_MEMORY {
+        return Err(format!(
+            "UCX {}.{} cannot be used with IPv6 (it dials the wrong family and crashes): use {}.{SHARED_MEMORY} or newer, an IPv4 address instead of {}, or transport \"tcp\"",
+            facts.version.major, facts.version.minor, facts.version.major, facts.addr
+        ));
+    }
     let mut plan = Plan::default();
     let tls = Allowed::of(facts.env.get("UCX_TLS").map(String::as_str));
     plan.one_sided = !facts.rdma.is_empty() && tls.rdma() && devices_allow_rdma(facts);
@@ -105,6 +111,14 @@ pub fn plan(facts: &Facts) -> Result<Plan, String> {
                 "8 KB segments, the default, move large data at a third of the speed",
             );
         }
+    }
+    if facts.addr.is_ipv6() && tls.names("tcp") {
+        add.transport(
+            "TCP_",
+            "AF_PRIO",
+            "inet6,inet",
+            "the engine's address is an IPv6 one; with IPv4 first UCX dials the wrong family and corrupts memory (1.16 to 1.22)",
+        );
     }
     add.manager(
         "TCP_CM_REUSEADDR",
