@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,9 @@ _models = itertools.count()
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
+    # Tests send these to children, which inherit it if a shell started us with them ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

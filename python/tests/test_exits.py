@@ -13,8 +13,7 @@ END_S = 2.0
 
 # Two engines in one process with traffic in daemon threads, and threads that wait for ever.
 TRAFFIC = """
-import atexit, os, signal, sys, threading, time
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test run under nohup ignores it
+import atexit, os, sys, threading, time
 import connex_rs
 
 def engine(stage):

@@ -26,7 +26,7 @@ mod wheel;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 
 use crate::place::Place;
@@ -67,6 +67,8 @@ enum Chore {
     },
     /// Measures connex-rs side by side with plain sockets, ucx_perftest, Mooncake and NIXL; for an idle machine
     BenchPeers(bench_peers::Args),
+    /// Runs the tests with the full counts: hours, for an idle machine
+    Soak,
     /// Regenerates crates/connex-ucx/src/sys/bindings.rs from UCX's headers (needs libclang)
     Bindings {
         /// The folder that holds ucp/api/ucp.h; without it the headers of the newest libucx-cu12 under target/
@@ -100,9 +102,26 @@ fn run(chore: Chore) -> Result<ExitCode> {
         }
         Chore::Demo { transport } => demo::run(&place, transport)?,
         Chore::BenchPeers(args) => bench_peers::run_all(&place, &args)?,
+        Chore::Soak => soak()?,
         Chore::Bindings { headers, check } => regenerate(&place, headers, check)?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The tests, told by their variables to use the full counts.
+fn soak() -> Result<()> {
+    let this = std::env::current_exe().context("this program's own path")?;
+    process::run(
+        std::process::Command::new(this)
+            .args([
+                "test", "--only", "rust", "--only", "python", "--only", "faults",
+            ])
+            .envs([
+                ("CONNEX_SOAK", "1"),
+                ("CONNEX_TEST_STORM_S", "30"),
+                ("NEXTEST_PROFILE", "soak"),
+            ]),
+    )
 }
 
 /// Regenerates or checks the bindings. Without bindgen this program runs the one that has it.

@@ -88,9 +88,18 @@ pub(crate) fn with_ucx(place: &Place, version: &str) -> Result<()> {
     run(runner(place)?
         .args(["-p", "connex-ucx"])
         .env("CONNEX_RS_UCX", &ucx))?;
-    // Tests and modules that concern UCX have it in their names.
+    // The transport, whole engines over it, and the bytes; the other tests run over the newest one only.
     run(runner(place)?
-        .args(["-p", "connex-rs", "ucx"])
+        .args([
+            "-p",
+            "connex-rs",
+            "--lib",
+            "--test",
+            "ucx_engine",
+            "--test",
+            "integrity",
+            "ucx",
+        ])
         .env("CONNEX_RS_UCX", &ucx))
 }
 
