@@ -598,7 +598,7 @@ impl<'a> Session<'a> {
             self.engine_args
                 .config(self.ip, "cxrma-fresh", self.fresh, std::process::id())?;
         config.heartbeat = (heartbeat_ms > 0).then(|| Duration::from_millis(heartbeat_ms));
-        Ok(Engine::start(config)?)
+        Ok(Engine::start(config.with_environment()?)?)
     }
 
     fn connect(&mut self) -> anyhow::Result<()> {

@@ -33,8 +33,8 @@ pub(crate) struct Offer {
 pub(crate) fn run(args: &OwnerArgs) -> anyhow::Result<()> {
     let mut config = args.engine.config(&args.ip, MODEL, 0, 0)?;
     config.port = args.port;
-    let engine =
-        Engine::start(config).with_context(|| format!("cannot start the owner on {}", args.ip))?;
+    let engine = Engine::start(config.with_environment()?)
+        .with_context(|| format!("cannot start the owner on {}", args.ip))?;
     // Room for eight in flight of the largest size, and a page more each where a size is not whole pages.
     let bytes = if args.large { 9 * LARGE } else { 192 << 20 };
     let base = engine.allocate_managed_buffer(HEADER + bytes)?;

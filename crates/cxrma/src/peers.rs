@@ -35,7 +35,7 @@ pub(crate) fn start(
                 config.spin
             };
             config.heartbeat = (heartbeat_ms > 0).then(|| Duration::from_millis(heartbeat_ms));
-            let started = Engine::start(config)
+            let started = Engine::start(config.with_environment()?)
                 .with_context(|| format!("cannot start engine {replica} of {count}"))?;
             let addr = started.allocate_managed_buffer(Peer::BYTES)?;
             // SAFETY: a page that was just allocated and lives until the engine closes.

@@ -108,8 +108,8 @@ fn measure(
     args: &MeasureArgs,
 ) -> anyhow::Result<bool> {
     let config = engine_args.config(ip, MODEL, 0, std::process::id())?;
-    let engine =
-        Engine::start(config).with_context(|| format!("cannot start the reader on {ip}"))?;
+    let engine = Engine::start(config.with_environment()?)
+        .with_context(|| format!("cannot start the reader on {ip}"))?;
     let offered = header(&engine, url, addr)?;
     let control = Control {
         engine: &engine,

@@ -114,7 +114,7 @@ impl<'a> Lab<'a> {
             .engine
             .config(&self.args.ip, MODEL, 0, self.engines)?;
         config.heartbeat = (heartbeat_ms > 0).then(|| Duration::from_millis(heartbeat_ms));
-        let engine = Engine::start(config)?;
+        let engine = Engine::start(config.with_environment()?)?;
         self.transport = engine.stats().transport;
         Ok(engine)
     }
