@@ -274,18 +274,29 @@ impl Registry {
         len: u64,
         direction: Direction,
     ) -> Result<Lease, Denied> {
+        let allowed = |access: Access| match direction {
+            Direction::Read => access.readable(),
+            Direction::Write => access.writable(),
+        };
+        self.holding(addr, len, allowed)
+            .map(|region| region.lease(Holder::Peer(conn)))
+    }
+
+    /// The nearest region that holds all of the range and allows what is asked.
+    fn holding(
+        &self,
+        addr: u64,
+        len: u64,
+        allowed: impl Fn(Access) -> bool,
+    ) -> Result<&Region, Denied> {
         let (Ok(addr), Ok(len)) = (usize::try_from(addr), usize::try_from(len)) else {
             return Err(Denied::OutOfBounds);
         };
         let mut why = Denied::Unregistered;
         for region in self.starting_before(addr) {
             if region.holds(addr, len) {
-                let allowed = match direction {
-                    Direction::Read => region.access.readable(),
-                    Direction::Write => region.access.writable(),
-                };
-                if allowed {
-                    return Ok(region.lease(Holder::Peer(conn)));
+                if allowed(region.access) {
+                    return Ok(region);
                 }
                 why = Denied::Access;
             } else if why == Denied::Unregistered && region.holds(addr, 1) {
@@ -300,14 +311,8 @@ impl Registry {
     /// # Errors
     /// As for [`grant`](Self::grant); `Access` if the region limits what peers may do.
     pub fn find(&self, addr: u64, len: u64) -> Result<(u64, u64), Denied> {
-        for direction in [Direction::Read, Direction::Write] {
-            drop(self.grant(ConnId(0), addr, len, direction)?);
-        }
-        let (addr, len) = (addr as usize, len as usize);
-        self.starting_before(addr)
-            .find(|region| region.holds(addr, len))
+        self.holding(addr, len, |access| access == Access::ReadWrite)
             .map(|region| (region.addr as u64, region.len as u64))
-            .ok_or(Denied::Unregistered)
     }
 
     /// A lease of the range for the engine's own side of a transfer: memory that is not registered
@@ -409,6 +414,19 @@ mod tests {
             registry.grant(CONN, 1000, 10, Direction::Write).err(),
             Some(Denied::Access)
         );
+    }
+
+    #[test]
+    fn a_key_is_that_of_a_region_that_allows_everything() {
+        let mut registry = registry(&[(1000, 100)]);
+        // Nearer, holds the range too, and reaches further: its key would open read-only bytes for writing.
+        registry
+            .register(1050, 100, Access::ReadOnly, None)
+            .expect("fresh");
+        assert_eq!(registry.find(1060, 10), Ok((1000, 100)));
+        assert_eq!(registry.find(1110, 10), Err(Denied::Access));
+        assert_eq!(registry.find(1095, 100), Err(Denied::OutOfBounds));
+        assert_eq!(registry.find(10, 1), Err(Denied::Unregistered));
     }
 
     #[test]

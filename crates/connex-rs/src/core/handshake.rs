@@ -9,8 +9,8 @@ use rand::RngCore;
 use sha2::Sha256;
 
 use super::{
-    CONNECT_TIMEOUT, Command, Conn, Core, GOODBYE_TIME, HANDSHAKE_TIMEOUT, MAX_STRANGERS, Out,
-    Stage,
+    CONNECT_TIMEOUT, Command, Conn, Core, GOODBYE_TIME, HANDSHAKE_TIMEOUT, MAX_STRANGERS, NOBODY,
+    Out, Stage,
 };
 use crate::host;
 use crate::identity::{Host, Incarnation, LogicalId, PeerUrl};
@@ -26,11 +26,6 @@ pub(super) mod rejected {
     pub(crate) const BUSY: u16 = 4;
     pub(crate) const VERSION: u16 = 5;
 }
-
-const NOBODY: Incarnation = Incarnation {
-    start_ns: 0,
-    random: 0,
-};
 
 impl Core {
     // ---- dialling -----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use rand::RngCore;
 
 use super::{
-    Close, Conn, Core, FLUSH_TIME, Incoming, Link, Out, Stage, Verdict, debug_line,
+    Close, Conn, Core, FLUSH_TIME, Incoming, Link, NOBODY, Out, Stage, Verdict, debug_line,
     handshake::rejected,
 };
 use crate::error::{Error, ErrorKind};
@@ -19,11 +19,6 @@ use crate::transport::{Caps, ConnId, Gone};
 use crate::wire::{GoodbyeCode, Message};
 
 use std::sync::Arc;
-
-const NOBODY: Incarnation = Incarnation {
-    start_ns: 0,
-    random: 0,
-};
 
 /// What the application hears of an end.
 struct End {

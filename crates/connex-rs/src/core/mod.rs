@@ -36,6 +36,12 @@ use crate::transfer::{Deadline, Op, OpId, Work};
 use crate::transport::{Body, Class, Close, ConnId, Frame, KeyId, Source};
 use crate::wire::{self, Greeting, Message, MsgPiece};
 
+/// In a goodbye or refusal that names no successor.
+const NOBODY: Incarnation = Incarnation {
+    start_ns: 0,
+    random: 0,
+};
+
 /// How long a connect may take, from the dial to the answer of the peer's engine.
 pub(crate) const CONNECT_TIMEOUT: u64 = 3_000_000_000;
 
