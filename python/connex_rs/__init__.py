@@ -11,3 +11,14 @@ from connex_rs._connex_rs import Engine, Transfer, __version__, now_ns
 __all__ = ["Engine", "Transfer", "__version__", "now_ns"]
 
 _ucx.announce_wheel()
+
+
+def _await(transfer):
+    # Here and not in the extension, so that no native frame lies under the event loop's; asyncio
+    # costs time to import.
+    from connex_rs._awaiting import awaiting
+
+    return awaiting(transfer)
+
+
+Transfer.__await__ = _await

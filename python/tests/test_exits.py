@@ -142,6 +142,44 @@ def test_many_engines_end_in_time(script):
     assert returncode == 0, err
 
 
+@pytest.mark.parametrize("turn", range(5))
+def test_threads_that_meet_exceptions_while_the_interpreter_ends(script, turn):
+    # Every call raises, or turns an exception into a code, so the end comes in the middle of making one.
+    text = (
+        TRAFFIC
+        + "def raises():\n"
+        + "    while True:\n"
+        + "        a.transfer_sync_read('no url', here, there, 64)\n"
+        + "        try: a.put_async(b.local_url, here, 1, 64).wait()\n"
+        + "        except Exception: pass\n"
+        + "for _ in range(6): threading.Thread(target=raises, daemon=True).start()\n"
+        + "time.sleep(0.1)\n"
+        + SAY
+    )
+    returncode, _, err = ends(script(text))
+    assert (returncode, err) == (0, "")
+
+
+@pytest.mark.parametrize("turn", range(5))
+def test_event_loops_of_threads_while_the_interpreter_ends(script, turn):
+    # The thread that wakes event loops wants the interpreter lock all the time, also at the end.
+    text = (
+        TRAFFIC
+        + "import asyncio\n"
+        + "async def awaits():\n"
+        + "    while True:\n"
+        + "        try: await a.get_async(b.local_url, here, there, 4096)\n"
+        + "        except Exception: await asyncio.sleep(0)\n"
+        + "async def several(): await asyncio.gather(*(awaits() for _ in range(8)))\n"
+        + "for _ in range(4):\n"
+        + "    threading.Thread(target=asyncio.run, args=(several(),), daemon=True).start()\n"
+        + "time.sleep(0.2)\n"
+        + SAY
+    )
+    returncode, _, err = ends(script(text))
+    assert (returncode, err) == (0, "")
+
+
 def test_exit_with_a_frozen_peer(script):
     frozen = script(
         "import connex_rs, time\n"

@@ -84,8 +84,8 @@ fn keep(transfer: &Bound<'_, Transfer>, owner: &Bound<'_, PyAny>) {
     let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
     let (ended, mut running): (Vec<_>, Vec<_>) = std::mem::take(&mut *kept)
         .into_iter()
-        .partition(|(transfer, _)| transfer.get().is_done());
-    if !transfer.get().is_done() {
+        .partition(|(transfer, _)| transfer.get().inner().done());
+    if !transfer.get().inner().done() {
         running.push((transfer.clone().unbind(), owner.clone().unbind()));
     }
     *kept = running;

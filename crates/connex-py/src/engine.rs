@@ -12,7 +12,7 @@ use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
 use crate::args::{self, Order};
 use crate::channel;
 use crate::convert;
-use crate::errors::{check_process, exception};
+use crate::errors::{check_process, exception, made};
 use crate::exit;
 use crate::transfer::{self, Transfer};
 use crate::waiting::{SLICE, detached, in_slices};
@@ -44,6 +44,7 @@ impl Drop for Engine {
 
 /// The code of a refused argument of a synchronous call; other exceptions (an interrupt, no memory) pass.
 fn code_of_refusal(py: Python<'_>, error: PyErr) -> PyResult<i32> {
+    let error = made(py, error);
     if error.is_instance_of::<pyo3::exceptions::PyException>(py)
         && !error.is_instance_of::<PyMemoryError>(py)
     {

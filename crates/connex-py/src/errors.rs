@@ -16,6 +16,7 @@ pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyErr {
         ErrorKind::Canceled => PyRuntimeError::new_err(canceled(error)),
         _ => PyRuntimeError::new_err(text),
     };
+    let raised = made(py, raised);
     let value = raised.value(py);
     let peer = error.peer().map(|peer| convert::id_tuple(py, peer));
     // Extras: an exception without them is better than a different one.
@@ -24,6 +25,17 @@ pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyErr {
         let _ = value.setattr("peer", peer);
     }
     raised
+}
+
+/// The same error with its exception object made, so that it can be looked at.
+///
+/// Otherwise pyo3 makes the object at the first look (`value`, `is_instance_of`), and gives the interpreter lock away
+/// meanwhile. A daemon thread that meets the end of the interpreter there does not stop as in [`detached`], it panics.
+///
+/// [`detached`]: crate::waiting::detached
+pub(crate) fn made(py: Python<'_>, error: PyErr) -> PyErr {
+    error.restore(py);
+    PyErr::fetch(py)
 }
 
 /// Callers recognise a canceled operation by how its text begins.

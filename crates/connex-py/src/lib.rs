@@ -2,7 +2,7 @@
 //! interpreter lock. All behaviour is in the `connex-rs` crate.
 //!
 //! Rules that hold throughout: whatever can wait runs without the interpreter lock (`waiting`); no thread of an engine
-//! ever takes it (`notify`); statics of this module are locked only by threads that hold it, so that
+//! ever takes it (`mailbox`); statics of this module are locked only by threads that hold it, so that
 //! they are free whenever Python forks.
 
 mod args;
@@ -12,7 +12,7 @@ mod engine;
 mod errors;
 mod exit;
 mod host;
-mod notify;
+mod mailbox;
 mod transfer;
 mod waiting;
 
@@ -29,6 +29,7 @@ fn _connex_rs(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<engine::Engine>()?;
     module.add_class::<transfer::Transfer>()?;
+    module.add_class::<mailbox::Mailbox>()?;
     module.add_class::<channel::ChannelSender>()?;
     module.add_class::<channel::ChannelReceiver>()?;
     module.add_class::<channel::ChannelStep>()?;

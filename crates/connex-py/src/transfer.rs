@@ -1,15 +1,19 @@
 //! `connex_rs.Transfer`.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
 use std::task::Waker;
+use std::time::Duration;
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::args;
 use crate::errors::exception;
-use crate::notify;
+use crate::mailbox::{Awaiting, Mailbox};
 use crate::waiting::{detached, in_slices};
+
+/// The longest time that `_help` may hold the interpreter lock.
+const MAX_HELP_US: u64 = 1000;
 
 /// An operation under way. Dropping it does not end the operation.
 ///
@@ -20,8 +24,8 @@ pub(crate) struct Transfer {
     inner: connex_rs::Transfer,
     /// The process that started it: in a forked child it never ends.
     pid: u32,
-    /// Its number at the notifier; 0 before the first `await`.
-    key: AtomicU64,
+    /// The event loops that await it.
+    awaiting: Arc<Awaiting>,
 }
 
 impl Transfer {
@@ -29,36 +33,12 @@ impl Transfer {
         Self {
             inner,
             pid: std::process::id(),
-            key: AtomicU64::new(0),
+            awaiting: Arc::default(),
         }
     }
 
     pub(crate) fn inner(&self) -> &connex_rs::Transfer {
         &self.inner
-    }
-
-    pub(crate) fn is_done(&self) -> bool {
-        self.inner.done()
-    }
-
-    pub(crate) fn set_waker(&self, waker: &Waker) -> bool {
-        self.inner.set_waker(waker)
-    }
-
-    pub(crate) fn key(&self) -> u64 {
-        self.key.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn set_key(&self, key: u64) {
-        self.key.store(key, Ordering::Relaxed);
-    }
-
-    /// How it ended; an exception while it is running.
-    pub(crate) fn outcome(&self, py: Python<'_>) -> PyResult<()> {
-        match self.inner.result() {
-            Some(result) => result.map_err(|error| exception(py, &error)),
-            None => Err(PyRuntimeError::new_err("the transfer is still running")),
-        }
     }
 
     fn check_process(&self) -> PyResult<()> {
@@ -90,7 +70,7 @@ pub(crate) fn wait(
 impl Transfer {
     /// Whether it has ended.
     fn done(&self) -> bool {
-        self.is_done()
+        self.inner.done()
     }
 
     /// Waits for the end: True when done, False if it is still running after `timeout_ms` (None: wait forever, 0: poll).
@@ -108,9 +88,19 @@ impl Transfer {
         }
     }
 
-    fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.get().check_process()?;
-        notify::future(slf)?.call_method0(pyo3::intern!(slf.py(), "__await__"))
+    /// Drives the engine for at most `microseconds`, with the interpreter lock held, in the hope of the end; whether
+    /// it has come. Letting go of the lock could cost more than that.
+    fn _help(&self, microseconds: u64) -> PyResult<bool> {
+        self.check_process()?;
+        let time = Duration::from_micros(microseconds.min(MAX_HELP_US));
+        Ok(self.inner.wait(Some(time)).is_some())
+    }
+
+    /// Has `number` put into the mailbox at the end; false, and it is not, if the end has come already.
+    fn _tell(&self, mailbox: &Bound<'_, Mailbox>, number: u64) -> PyResult<bool> {
+        self.check_process()?;
+        self.awaiting.add(mailbox.get().slot(), number);
+        Ok(self.inner.set_waker(&Waker::from(self.awaiting.clone())))
     }
 
     fn __repr__(&self) -> String {

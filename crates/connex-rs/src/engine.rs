@@ -1123,7 +1123,15 @@ impl Transfer {
 
     /// Waits for the end; `None` if it is still running after `timeout` (`None`: never).
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Result<()>> {
-        self.completion.wait_until(deadline(timeout));
+        let until = deadline(timeout);
+        if let Some(hub) = &self.engine
+            && !self.done()
+            && timeout != Some(Duration::ZERO)
+            && fork::is_native(hub.born)
+        {
+            hub.help(&self.completion, until, || false);
+        }
+        self.completion.wait_until(until);
         self.completion.result().cloned()
     }
 

@@ -20,6 +20,7 @@ use crate::clock::now_ns;
 use crate::completion::Completion;
 use crate::core::{Command, Core, Out, Shared};
 use crate::error::{Error, Result};
+use crate::fork;
 use crate::host;
 use crate::transport::{OneSided, OneSidedDone, Transport};
 
@@ -38,6 +39,8 @@ pub(crate) struct Driver {
 /// What the handles of an engine and its progress thread share.
 pub(crate) struct Hub {
     pub(crate) shared: Arc<Shared>,
+    /// The process that its threads run in, as [`fork::generation`] tells it.
+    pub(crate) born: u32,
     commands: SegQueue<Command>,
     driver: Mutex<Driver>,
     /// Callers that want the driver: the progress thread does not poll beside them.
@@ -82,6 +85,7 @@ impl Hub {
                 reaped: Vec::new(),
             }),
             shared,
+            born: fork::generation(),
             wanted: AtomicUsize::new(0),
             helping: AtomicBool::new(false),
             epoll,
