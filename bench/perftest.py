@@ -44,10 +44,13 @@ def run(program, test, size, iterations):
     finally:
         server.kill()
         server.wait()
-    lines = done.stdout.strip().splitlines()
-    if done.returncode != 0 or len(lines) < 2:
+    # Heads and figures, perhaps with UCX's own warnings before, between or after.
+    rows = [line.split(",") for line in done.stdout.splitlines()]
+    heads = next((row for row in rows if row[0] == "iterations"), [])
+    figures = [row for row in rows if len(row) == len(heads) and row[0].strip().isdigit()]
+    if done.returncode != 0 or not figures:
         raise SystemExit(f"{' '.join(client)}: {done.returncode}\n{done.stdout}{done.stderr}")
-    return dict(zip(lines[-2].split(","), lines[-1].split(",")))
+    return dict(zip(heads, figures[-1]))
 
 
 def main():
