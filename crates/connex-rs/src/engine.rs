@@ -687,15 +687,10 @@ impl Engine {
     fn elements(&self, ranges: &[Range]) -> Result<Vec<Element>> {
         let registry = self.shared().registry.lock();
         let mut elements = Vec::with_capacity(ranges.len());
-        for (index, range) in ranges.iter().filter(|r| r.len > 0).enumerate() {
+        for (index, range) in ranges.iter().enumerate().filter(|(_, r)| r.len > 0) {
             let Range { local, remote, len } = *range;
-            let named = || {
-                if ranges.len() > 1 {
-                    format!("element {index}: ")
-                } else {
-                    String::new()
-                }
-            };
+            let given = (ranges.len() > 1).then_some(index as u32);
+            let named = || given.map_or_else(String::new, |given| format!("element {given}: "));
             if local == 0 || remote == 0 {
                 let whose = if local == 0 { "local" } else { "remote" };
                 return Err(Error::invalid(format!(
@@ -721,6 +716,7 @@ impl Engine {
                 remote,
                 len,
                 done: 0,
+                given,
                 lease,
             });
         }

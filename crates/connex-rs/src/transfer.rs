@@ -28,8 +28,18 @@ pub(crate) struct Element {
     pub(crate) len: usize,
     /// Bytes moved (read) or handed to the transport (write).
     pub(crate) done: usize,
+    /// Its place among the ranges that the caller gave, empty ones included; none if there was one alone.
+    pub(crate) given: Option<u32>,
     /// Keeps the local memory.
     pub(crate) lease: Lease,
+}
+
+/// Says of which of the caller's ranges an error text speaks. `elem` may come from a peer.
+pub(crate) fn of_element(elements: &[Element], elem: usize, text: &str) -> String {
+    match elements.get(elem).and_then(|element| element.given) {
+        Some(given) => format!("element {given}: {text}"),
+        None => text.to_owned(),
+    }
 }
 
 /// What an operation does.

@@ -11,6 +11,7 @@ on_every_transport!(
     several_transfers_at_once_do_not_mix,
     many_ranges_as_one_operation,
     a_bad_range_of_many_is_named_and_costs_nothing_else,
+    a_bad_range_is_counted_among_those_given,
     empty_transfers_end_well,
 );
 
@@ -244,6 +245,45 @@ fn a_bad_range_of_many_is_named_and_costs_nothing_else(net: Net) {
     }
     assert_eq!(a.stats().eps_created, 1, "an invalid request costs no link");
     assert_eq!(b.stats().requests_refused, 2 * lens.len() as u64);
+}
+
+/// Empty ranges move nothing, but the caller counts them.
+fn a_bad_range_is_counted_among_those_given(net: Net) {
+    let (a, b) = (engine(net, 0), engine(net, 1));
+    let there = Memory::new(4096);
+    there.register(&b);
+    let (here, beside) = (Memory::new(4096), Memory::new(4096));
+    let url = b.local_url();
+    for lens in [&[0, 64, 0, 0, 64, 0, 64, 0][..], &[0, 0, 64]] {
+        let sound = ranges(&here, &there, lens);
+        for bad in (0..lens.len()).filter(|&i| lens[i] > 0) {
+            // Refused by the peer, and refused here.
+            for (local, remote) in [(here.addr(), beside.addr()), (0, there.addr())] {
+                let mut list = sound.clone();
+                list[bad] = Range {
+                    local,
+                    remote: remote as u64,
+                    len: 64,
+                };
+                // SAFETY: the memories outlive the transfers, which are waited for; null is refused.
+                let posted = unsafe {
+                    [
+                        a.get_many(url, &list, LONG),
+                        a.put_many(url, &list, LONG),
+                        a.put_chain(url, &list, LONG),
+                    ]
+                };
+                for transfer in posted {
+                    let ended = transfer.expect("posted").wait(LONG).expect("ends");
+                    let error = ended.expect_err("a bad element");
+                    assert_eq!(error.code(), -4, "{error}");
+                    let named = format!("element {bad}: ");
+                    assert!(error.text().contains(&named), "{named:?} {error}");
+                }
+            }
+        }
+    }
+    assert_eq!(a.stats().eps_created, 1, "an invalid request costs no link");
 }
 
 fn empty_transfers_end_well(net: Net) {

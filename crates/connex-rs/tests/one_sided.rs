@@ -85,6 +85,17 @@ fn a_wrong_address_is_refused_and_the_link_stays() {
             unsafe { a.read(b.local_url(), here, remote, len, WAIT) }.expect_err("no region");
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     }
+    // Of several it is named as the caller counts them, empty ones included.
+    let ranges = [(there, 8), (there, 0), (8, 8)].map(|(remote, len)| Range {
+        local: here,
+        remote: remote as u64,
+        len,
+    });
+    // SAFETY: as above.
+    let chain = unsafe { a.put_chain(b.local_url(), &ranges, WAIT) }.expect("chain");
+    let error = chain.wait(WAIT).expect("ends").expect_err("no region");
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    assert!(error.text().contains("element 2: "), "{error}");
     // SAFETY: as above.
     unsafe {
         a.read(b.local_url(), here, there as u64, 4096, WAIT)

@@ -292,12 +292,14 @@ impl Sender {
         let head = Arc::new(head);
         let slot_at = ring + layout.slot_at(ticket.slot);
         let mut elements = Vec::with_capacity(parts.len() + 2);
-        for (part, &at) in parts.into_iter().zip(&offsets).filter(|(p, _)| p.len > 0) {
+        let arrays = parts.into_iter().zip(&offsets);
+        for (n, (part, &at)) in (0..).zip(arrays).filter(|(_, (p, _))| p.len > 0) {
             elements.push(Element {
                 local: part.local,
                 remote: slot_at + at,
                 len: part.len,
                 done: 0,
+                given: Some(n),
                 lease: part.lease,
             });
         }
@@ -306,6 +308,7 @@ impl Sender {
             remote: slot_at + header_at,
             len: header,
             done: 0,
+            given: None,
             lease: Lease::of(head.clone()),
         });
         elements.push(Element {
@@ -313,6 +316,7 @@ impl Sender {
             remote: ring + layout.flag_at(ticket.slot),
             len: FLAG_BYTES,
             done: 0,
+            given: None,
             lease: Lease::of(head),
         });
         let work = Work::Write {

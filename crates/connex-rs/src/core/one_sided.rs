@@ -10,7 +10,7 @@ use super::{Core, Out, Stream};
 use crate::completion::Completion;
 use crate::error::{Error, ErrorKind};
 use crate::region::Denied;
-use crate::transfer::{OpId, Work};
+use crate::transfer::{OpId, Work, of_element};
 use crate::transport::{ConnId, KeyId, OneSidedDone, Refuse, Source, Target};
 use crate::wire::Message;
 
@@ -291,10 +291,8 @@ impl Core {
         }
         let peer = self.peers[op.peer].id.clone();
         let text = match &op.work {
-            Work::Read { elements, next, .. } | Work::Write { elements, next, .. }
-                if elements.len() > 1 =>
-            {
-                format!("element {next}: {text}")
+            Work::Read { elements, next, .. } | Work::Write { elements, next, .. } => {
+                of_element(elements, *next, text)
             }
             _ => text.to_owned(),
         };

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{Core, Out, SMALL, Stage, Stream, Target};
 use crate::completion::Completion;
 use crate::error::{Error, ErrorKind};
-use crate::transfer::{Deadline, Op, OpId, STALL, Work};
+use crate::transfer::{Deadline, Op, OpId, STALL, Work, of_element};
 use crate::transport::{Body, Class, ConnId, Frame, Refuse, Source, Transport};
 use crate::wire::{self, Message, MsgPiece, Piece};
 
@@ -284,11 +284,7 @@ impl Core {
                         "a read ended with code {code} at element {elem}"
                     )));
                 }
-                let text = if elements.len() > 1 {
-                    format!("element {elem}: {text}")
-                } else {
-                    text.to_owned()
-                };
+                let text = of_element(elements, elem as usize, text);
                 op.doom
                     .get_or_insert_with(|| Error::from_code(code, text).with_peer(&peer));
                 self.element_answered(conn, req);
@@ -303,11 +299,7 @@ impl Core {
                 let result = if code == 0 {
                     Ok(())
                 } else {
-                    let text = if elements.len() > 1 {
-                        format!("element {elem}: {text}")
-                    } else {
-                        text.to_owned()
-                    };
+                    let text = of_element(elements, elem as usize, text);
                     Err(Error::from_code(code, text).with_peer(&peer))
                 };
                 self.finish(req, result);
