@@ -74,9 +74,11 @@ const SHM_SEGMENT: &str = "17408";
 /// Decides the settings.
 ///
 /// # Errors
-/// A variable that excludes the interface of the address: the text names the interface and the way out.
+/// A variable with which the engine cannot work: one that excludes the interface of the address, or that lets messages
+/// overtake each other. The text names it and the way out.
 pub fn plan(facts: &Facts) -> Result<Plan, String> {
     check_devices(facts)?;
+    check_order(facts)?;
     if facts.addr.is_ipv6() && facts.version.minor < SHARED_MEMORY {
         return Err(format!(
             "UCX {}.{} cannot be used with IPv6 (it dials the wrong family and crashes): use {}.{SHARED_MEMORY} or newer, an IPv4 address instead of {}, or transport \"tcp\"",
@@ -118,6 +120,13 @@ pub fn plan(facts: &Facts) -> Result<Plan, String> {
             "AF_PRIO",
             "inet6,inet",
             "the engine's address is an IPv6 one; with IPv4 first UCX dials the wrong family and corrupts memory (1.16 to 1.22)",
+        );
+    }
+    if EAGER_RAILS.iter().all(|name| !add.set(name)) {
+        add.plain(
+            EAGER_RAILS[0],
+            "1",
+            "over several devices at a time messages overtake each other; a file of UCX's settings may say otherwise",
         );
     }
     add.manager(
@@ -256,6 +265,25 @@ fn check_devices(facts: &Facts) -> Result<(), String> {
          listen on an address of a listed device",
         facts.addr
     ))
+}
+
+/// On how many devices one eager message may be sent at a time, under both of its names.
+const EAGER_RAILS: [&str; 2] = ["MAX_EAGER_RAILS", "MAX_EAGER_LANES"];
+
+/// Refuses what breaks the order of frames, on which chains, signals and messages rest (I3). Rails of other kinds of
+/// transfers are harmless: rendezvous is not used, and one-sided writes are fenced by their completions.
+fn check_order(facts: &Facts) -> Result<(), String> {
+    for variable in EAGER_RAILS.map(|name| format!("UCX_{name}")) {
+        if let Some(value) = facts.env.get(&variable)
+            && value.trim() != "1"
+        {
+            return Err(format!(
+                "{variable}={value} lets messages overtake each other on their way over several devices, and chains and signals \
+                 rest on their order: unset it or set it to 1"
+            ));
+        }
+    }
+    Ok(())
 }
 
 fn devices_allow_rdma(facts: &Facts) -> bool {
@@ -560,6 +588,26 @@ mod tests {
         let negated = with(facts, &[("UCX_NET_DEVICES", "^ib0,docker0")]);
         // The negated list does not leave out the device.
         assert!(plan(&negated).is_ok());
+    }
+
+    #[test]
+    fn what_breaks_the_order_of_messages_is_refused_by_name() {
+        let one = plan(&facts(22)).expect("a plan");
+        assert_eq!(value(&one, "UCX_MAX_EAGER_RAILS").as_deref(), Some("1"));
+        for variable in ["UCX_MAX_EAGER_RAILS", "UCX_MAX_EAGER_LANES"] {
+            for wrong in ["2", "auto", "inf"] {
+                let text = plan(&with(facts(22), &[(variable, wrong)])).expect_err("refused");
+                assert!(
+                    text.contains(&format!("{variable}={wrong}")) && text.contains("set it to 1"),
+                    "{text}"
+                );
+            }
+            let explicit = plan(&with(facts(22), &[(variable, "1")])).expect("a plan");
+            assert_eq!(value(&explicit, "UCX_MAX_EAGER_RAILS"), None);
+        }
+        // Rails of other kinds do not carry frames.
+        let others = [("UCX_MAX_RNDV_RAILS", "2"), ("UCX_MAX_RMA_RAILS", "2")];
+        assert!(plan(&with(facts(22), &others)).is_ok());
     }
 
     #[test]
