@@ -142,7 +142,7 @@ pub(crate) struct MeasureArgs {
     /// In flight when streaming
     #[arg(long, value_delimiter = ',', default_value = "1,4,8", value_parser = clap::value_parser!(u16).range(1..=64), value_name = "DEPTHS")]
     pub(crate) depths: Vec<u16>,
-    /// What to measure; default latency,stream,chain,signal,connect,idle
+    /// What to measure; default latency,stream,chain,signal,channel,connect,open,idle
     #[arg(long, value_delimiter = ',', value_enum, value_name = "WHAT")]
     pub(crate) only: Vec<What>,
     /// Measure everything, also batches, threads, futures and growth
@@ -173,8 +173,12 @@ pub(crate) enum What {
     Chain,
     /// put_signal
     Signal,
+    /// Step channels of 64K, 1M and 16M, or --sizes; 1 and 4 steps in flight
+    Channel,
     /// Connect to first read
     Connect,
+    /// First use: connect to the end of the first put_chain, channel to its first step in place
+    Open,
     /// CPU of an idle engine with 10 peers, heartbeats on
     Idle,
     /// Batches of 10 000 × 4 KB against one transfer
@@ -298,6 +302,9 @@ const SIZES: [usize; 7] = [
     16 << 20,
 ];
 
+/// Those of them that steps of channels have then.
+const STEPS: [usize; 3] = [64 << 10, 1 << 20, 16 << 20];
+
 impl MeasureArgs {
     /// The sizes, in order.
     pub(crate) fn sizes(&self) -> Vec<usize> {
@@ -310,6 +317,19 @@ impl MeasureArgs {
             sizes.push(LARGE);
         }
         sizes.sort_unstable();
+        sizes.dedup();
+        sizes
+    }
+
+    /// The sizes of steps, in order: whole words.
+    pub(crate) fn steps(&self) -> Vec<usize> {
+        let mut sizes = self.sizes();
+        if self.sizes.is_empty() {
+            sizes.retain(|bytes| STEPS.contains(bytes) || *bytes == LARGE);
+        }
+        for bytes in &mut sizes {
+            *bytes = bytes.next_multiple_of(8);
+        }
         sizes.dedup();
         sizes
     }

@@ -17,6 +17,8 @@ pub(crate) const CONTROL: u8 = b'c';
 pub(crate) const ECHO: u8 = b'e';
 /// First byte of a message that the owner drops.
 pub(crate) const SWALLOW: u8 = b's';
+/// First byte of the owner's answer to a step of a channel; what was wrong follows.
+pub(crate) const STEP: u8 = b't';
 
 /// How long an answer may take; filling and checking large memory in a debug build takes seconds.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -26,7 +28,7 @@ pub(crate) const HEADER: usize = 4096;
 /// The first word there.
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"cxrma-ow");
 /// The second: reader and owner must be of one version.
-pub(crate) const VERSION: u64 = 1;
+pub(crate) const VERSION: u64 = 2;
 
 /// The most engines that an owner starts for a reader.
 pub(crate) const MAX_PEERS: u32 = 1024;
@@ -50,6 +52,8 @@ pub(crate) enum Request {
     },
     /// Start engines besides the main one; those started before are closed.
     Peers { count: u32, heartbeat_ms: u64 },
+    /// Accept channels, from now on.
+    Channels,
     /// Start to consume chains.
     Watch,
     /// Consume up to chain number `last`, then stop.

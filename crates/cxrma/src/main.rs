@@ -8,6 +8,7 @@
 // A program for people and scripts: its output is its purpose.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
+mod channels;
 mod cli;
 mod control;
 mod faults;

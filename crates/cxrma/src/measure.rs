@@ -12,11 +12,11 @@ use anyhow::{Context as _, bail, ensure};
 use connex_rs::{Engine, Range, Transfer};
 
 use crate::cli::{EngineArgs, MeasureArgs, What};
-use crate::control::{Control, ECHO, HEADER, PATIENCE, Request, SWALLOW};
+use crate::control::{Control, ECHO, HEADER, PATIENCE, Peer, Request, SWALLOW};
 use crate::report::{Op, Row, size};
 use crate::steps::Steps;
 use crate::times::{Recorder, Repeat};
-use crate::{machine, pattern, peers, verify};
+use crate::{channels, machine, pattern, peers, verify};
 
 /// Ranges of a batch.
 const BATCH: usize = 10_000;
@@ -30,6 +30,10 @@ const IDLE_PEERS: u32 = 10;
 const IDLE_HEARTBEAT_MS: u64 = 1000;
 /// Fresh engines that connect.
 const CONNECTS: usize = 20;
+/// Steps in flight on a channel.
+const IN_FLIGHT: [usize; 2] = [1, 4];
+/// Bytes of the first step of a channel.
+const FIRST_STEP: usize = 4096;
 /// Peers in steps of growth.
 const GROWTH: [usize; 4] = [1, 16, 64, 256];
 /// Bytes of a chain's header.
@@ -152,8 +156,14 @@ impl<'a> Session<'a> {
             .into_iter()
             .filter(|&what| self.args.wants(what))
             .count() as u64;
+        let steps = if self.args.wants(What::Channel) {
+            self.args.steps()
+        } else {
+            Vec::new()
+        };
         let once: u64 = [
             What::Connect,
+            What::Open,
             What::Idle,
             What::Batch,
             What::Threads,
@@ -163,7 +173,7 @@ impl<'a> Session<'a> {
         .into_iter()
         .filter(|&what| self.args.wants(what))
         .count() as u64;
-        self.steps = Steps::new(per_size * sizes.len() as u64 + once);
+        self.steps = Steps::new((per_size * sizes.len() as u64) + steps.len() as u64 + once);
         for &bytes in &sizes {
             if self.args.wants(What::Latency) {
                 self.steps.next(&format!("latency, {}", size(bytes)));
@@ -182,11 +192,16 @@ impl<'a> Session<'a> {
                 self.signal(bytes)?;
             }
         }
-        let others: [(What, Measure<'a>); 6] = [
+        for bytes in steps {
+            self.steps.next(&format!("channels, {}", size(bytes)));
+            self.channel(bytes)?;
+        }
+        let others: [(What, Measure<'a>); 7] = [
             (What::Batch, Self::batch),
             (What::Threads, Self::threads),
             (What::Await, Self::awaiting),
             (What::Connect, Self::connect),
+            (What::Open, Self::open),
             (What::Growth, Self::growth),
             (What::Idle, Self::idle),
         ];
@@ -472,6 +487,25 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
+    fn channel(&mut self, bytes: usize) -> anyhow::Result<()> {
+        self.control.tell(&Request::Channels)?;
+        for in_flight in IN_FLIGHT {
+            let line = channels::Line::open(self.control, bytes, in_flight)?;
+            let figures = line.measure(self.repeat, &mut self.problems)?;
+            let seconds = figures.took.as_secs_f64();
+            self.results.push(Row::Channel {
+                bytes,
+                in_flight,
+                count: figures.count,
+                seconds,
+                gb_per_s: bytes as f64 * figures.count as f64 / seconds / 1e9,
+                sent: figures.sent,
+                answered: figures.answered,
+            });
+        }
+        Ok(())
+    }
+
     fn batch(&mut self) -> anyhow::Result<()> {
         for op in Op::BOTH {
             // Every second half first: no two neighbours are adjacent in the list.
@@ -602,24 +636,15 @@ impl<'a> Session<'a> {
     }
 
     fn connect(&mut self) -> anyhow::Result<()> {
-        const LATER: u32 = 4;
-        let (mut first, mut later) = (Recorder::new(), Recorder::new());
-        let peers = self.control.peers(1 + LATER, 0)?;
         let mut page = peers::Page::new();
-        let engines = CONNECTS.min(usize::try_from(self.repeat.iterations)?.max(2));
-        for _ in 0..engines {
-            let engine = self.fresh(0)?;
-            for (n, peer) in peers.iter().enumerate() {
-                page.clear();
-                let before = Instant::now();
-                peers::read(&engine, peer, &mut page, Some(PATIENCE))?;
-                let recorder = if n == 0 { &mut first } else { &mut later };
-                recorder.record(before.elapsed());
-                peers::check(&page)?;
-            }
-            engine.close();
-        }
-        self.control.peers(0, 0)?;
+        let (first, later) = self.first_use(|engine, peer| {
+            page.clear();
+            let before = Instant::now();
+            peers::read(engine, peer, &mut page, Some(PATIENCE))?;
+            let took = before.elapsed();
+            peers::check(&page)?;
+            Ok(took)
+        })?;
         self.results.push(Row::Connect {
             peer: "first",
             times: first.times(),
@@ -628,6 +653,66 @@ impl<'a> Session<'a> {
             peer: "later",
             times: later.times(),
         });
+        Ok(())
+    }
+
+    /// Fresh engines, each of which uses some peers for the first time: the times of its first peer, and of later ones.
+    fn first_use(
+        &mut self,
+        mut using: impl FnMut(&Engine, &Peer) -> anyhow::Result<Duration>,
+    ) -> anyhow::Result<(Recorder, Recorder)> {
+        const LATER: u32 = 4;
+        let (mut first, mut later) = (Recorder::new(), Recorder::new());
+        let peers = self.control.peers(1 + LATER, 0)?;
+        for _ in 0..self.fresh_engines()? {
+            let engine = self.fresh(0)?;
+            for (n, peer) in peers.iter().enumerate() {
+                let recorder = if n == 0 { &mut first } else { &mut later };
+                recorder.record(using(&engine, peer)?);
+            }
+            engine.close();
+        }
+        self.control.peers(0, 0)?;
+        Ok((first, later))
+    }
+
+    /// How many fresh engines are started for one figure.
+    fn fresh_engines(&self) -> anyhow::Result<usize> {
+        Ok(CONNECTS.min(usize::try_from(self.repeat.iterations)?.max(2)))
+    }
+
+    fn open(&mut self) -> anyhow::Result<()> {
+        let mut page = peers::Page::new();
+        let (first, later) = self.first_use(|engine, peer| {
+            let before = Instant::now();
+            peers::chain(engine, peer)?;
+            let took = before.elapsed();
+            page.clear();
+            peers::read(engine, peer, &mut page, Some(PATIENCE))?;
+            peers::check(&page)?;
+            Ok(took)
+        })?;
+        self.control.tell(&Request::Channels)?;
+        let (mut fresh, mut linked) = (Recorder::new(), Recorder::new());
+        for _ in 0..self.fresh_engines()? {
+            let engine = self.fresh(0)?;
+            for recorder in [&mut fresh, &mut linked] {
+                recorder.record(channels::first_step(&engine, self.control.url, FIRST_STEP)?);
+            }
+            engine.close();
+        }
+        for (what, peer, recorder) in [
+            ("chain", "first", first),
+            ("chain", "later", later),
+            ("step", "first", fresh),
+            ("step", "linked", linked),
+        ] {
+            self.results.push(Row::Open {
+                what,
+                peer,
+                times: recorder.times(),
+            });
+        }
         Ok(())
     }
 

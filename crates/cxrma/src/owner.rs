@@ -9,8 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cli::{LARGE, OwnerArgs};
 use crate::control::{Answer, CONTROL, ECHO, HEADER, MAGIC, MAX_PEERS, Request, VERSION, encode};
-use crate::peers;
-use crate::{pattern, verify};
+use crate::{channels, pattern, peers, verify};
 
 /// Model name of owners.
 pub(crate) const MODEL: &str = "cxrma-owner";
@@ -83,6 +82,7 @@ pub(crate) fn run(args: &OwnerArgs) -> anyhow::Result<()> {
         bytes,
         peers: Vec::new(),
         watch: None,
+        channels: false,
     }
     .serve();
     Ok(())
@@ -95,6 +95,8 @@ struct Owner<'a> {
     bytes: usize,
     peers: Vec<Engine>,
     watch: Option<verify::Watch>,
+    /// Channels are accepted.
+    channels: bool,
 }
 
 impl Owner<'_> {
@@ -159,6 +161,13 @@ impl Owner<'_> {
                 let (engines, peers) = started.into_iter().unzip();
                 self.peers = engines;
                 Ok(Answer::Peers(peers))
+            }
+            Request::Channels => {
+                if !std::mem::replace(&mut self.channels, true) {
+                    let engine = self.engine.clone();
+                    std::thread::spawn(move || channels::accept(&engine));
+                }
+                Ok(Answer::Done)
             }
             Request::Watch => {
                 self.watch = None;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use connex_rs::{Engine, now_ns};
+use connex_rs::{Engine, Range, now_ns};
 
 use crate::cli::{EngineArgs, PeersArgs};
 use crate::control::Peer;
@@ -69,6 +69,36 @@ pub(crate) fn read(
             Peer::BYTES,
             timeout,
         )
+    }
+}
+
+/// A chain of payload, header and flag that overwrites all of a peer's memory with what it holds, to its end.
+///
+/// # Errors
+/// If it fails.
+pub(crate) fn chain(engine: &Engine, peer: &Peer) -> anyhow::Result<()> {
+    const CUTS: [usize; 4] = [0, Peer::BYTES - 72, Peer::BYTES - 8, Peer::BYTES];
+    let mut page = Page::new();
+    let from = page.0.as_mut_ptr() as usize;
+    // SAFETY: the page is ours and whole words long.
+    unsafe { pattern::fill(from, Peer::BYTES, Peer::SEED) };
+    let ranges: Vec<Range> = CUTS
+        .windows(2)
+        .map(|cut| Range {
+            local: from + cut[0],
+            remote: peer.addr + cut[0] as u64,
+            len: cut[1] - cut[0],
+        })
+        .collect();
+    // SAFETY: the page lives, untouched, until the chain has ended: `wait` has no other end but that, for `cancel`
+    // returns only then too.
+    let chain = unsafe { engine.put_chain(&peer.url, &ranges, None) }?;
+    match chain.wait(Some(crate::control::PATIENCE)) {
+        Some(result) => Ok(result?),
+        None => {
+            chain.cancel();
+            anyhow::bail!("a chain did not end within {:?}", crate::control::PATIENCE)
+        }
     }
 }
 

@@ -73,6 +73,26 @@ pub(crate) enum Row {
         #[serde(flatten)]
         times: Times,
     },
+    /// Steps on a channel, with a ring of `in_flight` slots: a stream of them until all are released; `sent`, a blocking send
+    /// until the step is in place (one in flight only); `answered`, a send until the peer says that it has released the step.
+    Channel {
+        bytes: usize,
+        in_flight: usize,
+        count: u64,
+        seconds: f64,
+        gb_per_s: f64,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        sent: Option<Times>,
+        answered: Times,
+    },
+    /// First use of a URL to the end of a put_chain of 4 KB (`chain`), or the opening of a channel until its first step of
+    /// 4 KB is in place (`step`). `peer` is as for `Connect`, or `linked`: the link was there.
+    Open {
+        what: &'static str,
+        peer: &'static str,
+        #[serde(flatten)]
+        times: Times,
+    },
     /// An engine that does nothing but keep its peers.
     Idle {
         peers: u32,
@@ -253,8 +273,12 @@ impl Report {
             "put_signal",
             &["", "done p50", "p99", "answered p50", "p99"],
         );
+        let mut channel = Table::new(
+            "Step channels",
+            &["", "in flight", "GB/s", "sent p50", "answered p50", "p99"],
+        );
         let mut connect = Table::new(
-            "Connect to first 4 KB read",
+            "First use of a peer, 4 KB",
             &["", "p50", "p99", "longest", "count"],
         );
         let mut growth = Table::new(
@@ -334,8 +358,33 @@ impl Report {
                     time(answered.p50_us),
                     time(answered.p99_us),
                 ]),
+                Row::Channel {
+                    bytes,
+                    in_flight,
+                    gb_per_s,
+                    sent,
+                    answered,
+                    ..
+                } => channel.row(&[
+                    format!("step of {}", size(*bytes)),
+                    in_flight.to_string(),
+                    format!("{gb_per_s:.3}"),
+                    sent.map_or_else(|| "-".to_owned(), |sent| time(sent.p50_us)),
+                    time(answered.p50_us),
+                    time(answered.p99_us),
+                ]),
+                Row::Open { what, peer, times } => connect.row(&[
+                    match *what {
+                        "chain" => format!("connect to first chain, {peer} peer"),
+                        _ => format!("open channel to first step, {peer} peer"),
+                    },
+                    time(times.p50_us),
+                    time(times.p99_us),
+                    time(times.max_us),
+                    times.count.to_string(),
+                ]),
                 Row::Connect { peer, times } => connect.row(&[
-                    format!("{peer} peer"),
+                    format!("connect to first read, {peer} peer"),
                     time(times.p50_us),
                     time(times.p99_us),
                     time(times.max_us),
@@ -391,7 +440,9 @@ impl Report {
                 ]),
             }
         }
-        for table in [latency, stream, pairs, signal, connect, growth, other] {
+        for table in [
+            latency, stream, pairs, signal, channel, connect, growth, other,
+        ] {
             text.push_str(&table.text());
         }
         if self.problems.is_empty() {

@@ -217,6 +217,51 @@ fn a_local_run_has_every_figure() {
         check_times(&row["done"], 10);
         check_times(&row["answered"], 10);
     }
+    let channels = rows(&report, "channel");
+    let lines: Vec<_> = channels
+        .iter()
+        .map(|row| (row["bytes"].clone(), row["in_flight"].clone()))
+        .collect();
+    // Steps are whole words.
+    let expected: Vec<(Value, Value)> = [104, 4096, 262_144]
+        .into_iter()
+        .flat_map(|bytes| [1, 4].map(|n| (bytes.into(), n.into())))
+        .collect();
+    assert_eq!(lines, expected);
+    for row in channels {
+        check_times(&row["answered"], 10);
+        assert_eq!(row["sent"].is_null(), row["in_flight"] != 1, "{row}");
+        if row["in_flight"] == 1 {
+            check_times(&row["sent"], 10);
+        }
+        assert_eq!(row["count"], 10, "{row}");
+        let moved = number(row, "bytes") * number(row, "count");
+        let rate = moved / number(row, "seconds") / 1e9;
+        assert!((number(row, "gb_per_s") - rate).abs() < 1e-9, "{row}");
+    }
+    let opens: Vec<_> = rows(&report, "open")
+        .iter()
+        .map(|row| (row["what"].clone(), row["peer"].clone()))
+        .collect();
+    let expected: [(Value, Value); 4] = [
+        ("chain", "first"),
+        ("chain", "later"),
+        ("step", "first"),
+        ("step", "linked"),
+    ]
+    .map(|(what, peer)| (what.into(), peer.into()));
+    assert_eq!(opens, expected);
+    for row in rows(&report, "open") {
+        let fresh = 10;
+        check_times(
+            row,
+            if row["peer"] == "later" {
+                4 * fresh
+            } else {
+                fresh
+            },
+        );
+    }
     let connects: Vec<_> = rows(&report, "connect")
         .iter()
         .map(|row| row["peer"].clone())
@@ -246,13 +291,15 @@ fn the_table_for_people_has_the_same_figures() {
         "--ip",
         IP,
         "--only",
-        "latency,stream",
+        "latency,stream,chain,signal,channel,connect,open,idle",
         "--sizes",
         "4K",
         "--iterations",
         "5",
         "--depths",
         "2",
+        "--seconds",
+        "1",
     ]);
     let said = text(&output.stdout);
     assert_eq!(
@@ -267,6 +314,13 @@ fn the_table_for_people_has_the_same_figures() {
         "p50",
         "p99",
         "GB/s",
+        "chain of 3, 4 KB",
+        "put_signal",
+        "step of 4 KB",
+        "connect to first read, first peer",
+        "connect to first chain, later peer",
+        "open channel to first step, linked peer",
+        "idle, 10 peers",
         "arrived as they were sent",
     ] {
         assert!(said.contains(words), "{words:?} is missing in {said}");
@@ -336,14 +390,27 @@ fn owner_and_reader_find_each_other_by_what_the_owner_prints() {
             "--addr",
             addr,
             "--only",
-            "latency",
+            "latency,stream,chain,signal,channel,connect,open,idle",
             "--sizes",
             "4K",
             "--iterations",
             "5",
+            "--seconds",
+            "1",
         ]);
         assert_eq!(code, Some(0), "{report}");
-        assert_eq!(rows(&report, "latency").len(), 2);
+        for (measure, count) in [
+            ("latency", 2),
+            ("stream", 6),
+            ("chain", 1),
+            ("signal", 1),
+            ("channel", 2),
+            ("connect", 2),
+            ("open", 4),
+            ("idle", 1),
+        ] {
+            assert_eq!(rows(&report, measure).len(), count, "{measure}: {report}");
+        }
     }
     // An address that is registered but is not the beginning.
     let wrong = format!(
