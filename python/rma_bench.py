@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One-sided read latency and bandwidth from Python.
+"""One-sided read latency and bandwidth, and step channels, from Python.
 
 python rma_bench.py local --ip IP [--dev cuda:0 --peer-dev cuda:1]     owner and reader on this host
 python rma_bench.py owner --ip IP [--dev cuda:0]                       then, on another host:
@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 
 # Beside this file lies the package's source, without its native part: the installed package is wanted.
@@ -25,6 +26,13 @@ SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]
 # that make a median.
 BUDGET = 4 << 30
 FEWEST = 20
+
+# Steps of channels: their sizes, and how many are in flight.
+STEPS = [64 << 10, 1 << 20, 16 << 20]
+IN_FLIGHT = [1, 4]
+CHANNEL = "rma-bench"
+# Bits of a correlation number: the owner compares the contents, the owner answers. The rest is the step's number.
+CHECK, ANSWER = 1 << 63, 1 << 62
 
 
 def size(text):
@@ -106,8 +114,36 @@ def own(options, tell, wait):
     with connex_rs.Engine(
         "rma-bench", 0, listen_ip=options.ip, transport=options.transport
     ) as engine, memory(engine, options.peer_dev, max(options.sizes)) as ptr:
+        threading.Thread(target=accept, args=(engine,), daemon=True).start()
         tell((engine.local_url, ptr))
         wait()
+
+
+def accept(engine):
+    """Accepts channels until the engine is closed; each is served by a thread of its own."""
+    while True:
+        try:
+            channel = engine.accept_channel(CHANNEL)
+        except RuntimeError:
+            return
+        threading.Thread(target=take, args=(engine, channel), daemon=True).start()
+
+
+def take(engine, channel):
+    """Takes the steps of a channel, in host memory, without a copy."""
+    # A reader that is gone, or the end of this engine: nobody is left to be told.
+    with contextlib.suppress(ConnectionError, RuntimeError):
+        last = -1
+        for step in channel:
+            corr, number = step.corr, step.corr & ~(CHECK | ANSWER)
+            good = number > last
+            last = number
+            if corr & CHECK:
+                with step.memory(0) as memory:
+                    good = good and memory == contents(len(memory), number)
+            step.release()
+            if corr & ANSWER:
+                engine.send_msg(channel.peer, b"ok" if good else b"wrong bytes or order")
 
 
 def read(options, url, addr):
@@ -121,8 +157,13 @@ def read(options, url, addr):
         first = time.perf_counter() - begun
         for length in options.sizes:
             rows.append(measure(engine, options, url, here, addr, length))
+        channels = [
+            steps(engine, options, url, length, in_flight)
+            for length in options.steps
+            for in_flight in IN_FLIGHT
+        ]
         path = engine.stats()["paths"]
-    return {"first_read_ms": first * 1e3, "path": path, "rows": rows}
+    return {"first_read_ms": first * 1e3, "path": path, "rows": rows, "channels": channels}
 
 
 def measure(engine, options, url, here, addr, length):
@@ -153,6 +194,73 @@ def measure(engine, options, url, here, addr, length):
     }
 
 
+def contents(length, number):
+    """What step `number` holds."""
+    block = bytes((i * 7 + number) % 251 for i in range(251))
+    return (block * (length // 251 + 1))[:length]
+
+
+def steps(engine, options, url, length, in_flight):
+    """One row of figures of a channel."""
+    count = max(FEWEST, min(options.count, BUDGET // length))
+    number = 0
+    # One slot more than is in flight: the owner's loop holds a step until it has the next.
+    with engine.channel(url, CHANNEL, slots=in_flight + 1, slot_bytes=length) as channel:
+        # Every slot once, compared.
+        for _ in range(in_flight):
+            channel.post([contents(length, number)], CHECK | ANSWER | number)
+            number += 1
+        for _ in range(in_flight):
+            answer(engine)
+        data = contents(length, 0)
+        sent = []
+        for _ in range(count if in_flight == 1 else 0):
+            begun = time.perf_counter()
+            channel.send([data], number)
+            sent.append(time.perf_counter() - begun)
+            number += 1
+            channel.drain()
+        answered, flying, transfers = [], [], []
+        for _ in range(count):
+            if len(flying) == in_flight:
+                answer(engine)
+                answered.append(time.perf_counter() - flying.pop(0))
+            flying.append(time.perf_counter())
+            channel.post([data], ANSWER | number)
+            number += 1
+        for begun in flying:
+            answer(engine)
+            answered.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        for _ in range(count):
+            if len(transfers) == in_flight:
+                transfers.pop(0).wait()
+            transfers.append(channel.post([data], number))
+            number += 1
+        channel.drain()
+        took = time.perf_counter() - begun
+    answered.sort()
+    sent.sort()
+    return {
+        "bytes": length,
+        "in_flight": in_flight,
+        "count": count,
+        "sent_p50_us": sent[count // 2] * 1e6 if sent else None,
+        "answered_p50_us": answered[count // 2] * 1e6,
+        "answered_p99_us": answered[min(count - 1, count * 99 // 100)] * 1e6,
+        "gb_s": length * count / took / 1e9,
+    }
+
+
+def answer(engine):
+    """Waits for the owner's answer to a step."""
+    message = engine.recv_msg(60_000)
+    if message is None:
+        sys.exit("the owner did not answer a step within 60 s")
+    if message[1] != b"ok":
+        sys.exit(f"a step arrived with {message[1].decode(errors='replace')}")
+
+
 def check(code):
     if code != 0:
         sys.exit(
@@ -176,6 +284,17 @@ def table(options, result):
             f"{row['bytes']:>10} {row['count']:>7} {row['p50_us']:>10.1f} {row['p99_us']:>10.1f}"
             f" {row['gb_s']:>8.2f}"
             f" {row['streaming_gb_s']:>18.2f}"
+        )
+    print("step channels, host memory: sent until in place; answered when taken and released")
+    print(
+        f"{'bytes':>10} {'in flight':>10} {'sent p50 us':>12} {'answered p50':>13} {'p99 us':>10}"
+        f" {'GB/s':>8}"
+    )
+    for row in result["channels"]:
+        sent = "-" if row["sent_p50_us"] is None else f"{row['sent_p50_us']:.1f}"
+        print(
+            f"{row['bytes']:>10} {row['in_flight']:>10} {sent:>12}"
+            f" {row['answered_p50_us']:>13.1f} {row['answered_p99_us']:>10.1f} {row['gb_s']:>8.2f}"
         )
 
 
@@ -245,6 +364,13 @@ def main():
                 type=positive,
                 default=3000,
                 help="reads of each size, fewer for large ones",
+            )
+            mode.add_argument(
+                "--steps",
+                type=size,
+                nargs="*",
+                default=STEPS,
+                help="bytes of a channel's steps (default: 64K, 1M, 16M; nothing: no channels)",
             )
             mode.add_argument(
                 "--in-flight", type=positive, default=4, help="reads under way when streaming"

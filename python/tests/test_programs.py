@@ -114,9 +114,15 @@ def test_bench(transport):
     code, out, err = run(
         PYTHON / "rma_bench.py",
         *["local", "--ip", "127.0.0.1", "--transport", transport, "--count", 20],
-        *["--sizes", "4K", "1M", "--json"],
+        *["--sizes", "4K", "1M", "--steps", "64K", "1000001", "--json"],
     )
     assert code == 0, err
+    channels = json.loads(out)["channels"]
+    lines = [(row["bytes"], row["in_flight"]) for row in channels]
+    assert lines == [(65536, 1), (65536, 4), (1000001, 1), (1000001, 4)]
+    for row in channels:
+        assert (row["sent_p50_us"] is None) == (row["in_flight"] > 1)
+        assert 0 < row["answered_p50_us"] <= row["answered_p99_us"] and row["gb_s"] > 0
     rows = json.loads(out)["rows"]
     assert [row["bytes"] for row in rows] == [4096, 1 << 20]
     assert all(0 < row["p50_us"] <= row["p99_us"] and row["gb_s"] > 0 for row in rows)
