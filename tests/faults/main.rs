@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 mod cables;
 mod deaths;
 mod identities;
+mod lanes;
 mod relays;
 
 const AGENT: &str = env!("CARGO_BIN_EXE_connex-agent");

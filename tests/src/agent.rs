@@ -35,6 +35,14 @@ impl Pending {
         self.0.recv_timeout(LONG).expect("the agent answers")
     }
 
+    /// Waits for the answer to an order that takes its time.
+    ///
+    /// # Panics
+    /// If none comes.
+    pub fn wait_for(self, time: Duration) -> Value {
+        self.0.recv_timeout(time).expect("the agent answers")
+    }
+
     /// Waits for the answer of an agent that may be dead: `None` then.
     pub fn wait_or_dead(self) -> Option<Value> {
         self.0.recv_timeout(LONG).ok()

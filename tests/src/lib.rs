@@ -3,3 +3,4 @@
 pub mod agent;
 pub mod net;
 pub mod relay;
+pub mod streams;

@@ -72,6 +72,39 @@ impl Cable {
         cable
     }
 
+    /// Adds a second cable, `wire2`, with 10.79.0.1 and 10.79.0.2.
+    pub fn double(&self) {
+        let [a, b] = [&self.names[0], &self.names[1]];
+        sh(&[
+            "ip", "-n", a, "link", "add", "wire2", "type", "veth", "peer", "name", "wire2",
+            "netns", b,
+        ]);
+        for (name, addr) in [(a, "10.79.0.1/24"), (b, "10.79.0.2/24")] {
+            sh(&["ip", "-n", name, "addr", "add", addr, "dev", "wire2"]);
+            sh(&["ip", "-n", name, "link", "set", "wire2", "up"]);
+        }
+    }
+
+    /// Bytes that a side has sent over a cable.
+    ///
+    /// # Panics
+    /// If there is no such cable.
+    pub fn sent(&self, side: Side, wire: &str) -> u64 {
+        let text = self.sysfs(side, wire, "statistics/tx_bytes");
+        text.parse().expect("a number")
+    }
+
+    /// Whether a side's end of a cable runs: the kernel says so some time after both ends are up, and UCX looks once.
+    pub fn runs(&self, side: Side, wire: &str) -> bool {
+        self.sysfs(side, wire, "operstate") == "up"
+    }
+
+    fn sysfs(&self, side: Side, wire: &str, what: &str) -> String {
+        // The namespace's own sysfs: `ip netns exec` mounts it.
+        let file = format!("/sys/class/net/{wire}/{what}");
+        self.on(side, &["cat", &file]).trim().to_owned()
+    }
+
     /// The name of a side's namespace.
     pub fn name(&self, side: Side) -> &str {
         &self.names[side as usize]

@@ -6,7 +6,8 @@ use std::io::BufRead;
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
 
-use connex_rs::{Config, Engine, EventKind, LogicalId, Recipient};
+use connex_rs::{Config, Engine, EventKind, LogicalId, Recipient, TransportChoice};
+use connex_tests::streams::{self, Plan};
 use serde_json::{Value, json};
 
 #[derive(Default)]
@@ -55,7 +56,8 @@ fn config(order: &Value, stage: u32) -> Result<Config, String> {
     config.port = order["port"].as_u64().unwrap_or(0) as u16;
     config.heartbeat = time(order, "heartbeat");
     config.heartbeat_timeout = time(order, "timeout");
-    config.transport = connex_rs::TransportChoice::Tcp;
+    let transport = order["transport"].as_str().unwrap_or("tcp");
+    config.transport = TransportChoice::parse(transport).map_err(|e| e.to_string())?;
     Ok(config)
 }
 
@@ -157,6 +159,25 @@ impl Agent {
                     .into())
             }
             "crowd" => self.crowd(order),
+            "ring" => {
+                // Lives as long as the process.
+                let addr = self
+                    .engine()?
+                    .allocate_managed_buffer(Plan::of(order)?.bytes());
+                addr.map(|addr| json!({"addr": addr}))
+                    .map_err(|e| e.to_string())
+            }
+            "consume" => {
+                let (url, ring) = (text(order, "url")?, uint(order, "ring")? as usize);
+                // SAFETY: the ring of this plan, which lives as long as the engine.
+                unsafe { streams::consume(&self.engine()?, url, ring, &Plan::of(order)?) }
+                    .map(|()| Value::Null)
+            }
+            "produce" => {
+                let (url, ring) = (text(order, "url")?, uint(order, "ring")?);
+                streams::produce(&self.engine()?, url, ring, &Plan::of(order)?)
+                    .map(|()| Value::Null)
+            }
             "close" => {
                 self.engine()?.close();
                 Ok(Value::Null)

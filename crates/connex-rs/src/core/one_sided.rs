@@ -3,6 +3,7 @@
 //! A key opens one region of one life of a peer (I4): it is asked for once, lives with its connection, and is
 //! given back before the owner's region goes. Large ranges are cut, so that progress can be seen.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
@@ -316,16 +317,19 @@ impl Core {
                 let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
                     return self.out.push(Out::DropKey(id));
                 };
-                let key = Key {
-                    len,
-                    id,
-                    users: 0,
-                    dropping: false,
-                };
-                self.shared.counters.remote_rkeys.add_one();
-                if let Some(old) = link.keys.insert(base, key) {
-                    self.shared.counters.remote_rkeys.sub_one();
-                    self.out.push(Out::DropKey(old.id));
+                match link.keys.entry(base) {
+                    // Several operations asked at once. The first key stays: pieces in flight use it. It is of the same
+                    // region, because its owner has no other one there before this one was given back.
+                    Entry::Occupied(_) => self.out.push(Out::DropKey(id)),
+                    Entry::Vacant(place) => {
+                        self.shared.counters.remote_rkeys.add_one();
+                        place.insert(Key {
+                            len,
+                            id,
+                            users: 0,
+                            dropping: false,
+                        });
+                    }
                 }
             }
             Err(text) => {
