@@ -1,4 +1,8 @@
 //! Long streams of signals, chains and steps with checksums in the consumer, over one cable and over two.
+#![allow(
+    clippy::print_stderr,
+    reason = "how long each stream took, for who runs the soak"
+)]
 
 use super::*;
 
