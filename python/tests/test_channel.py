@@ -295,7 +295,7 @@ def test_data_lands_while_the_interpreter_is_busy(pair):
     transfers = [sender.post([np.full(100_000, corr, np.uint8)], corr) for corr in range(4)]
     # Holds the interpreter lock: nothing of Python runs on any other thread meanwhile.
     libc = ctypes.PyDLL(None)
-    libc.usleep(300_000)
+    libc.sleep(2)
     assert all(transfer.done() for transfer in transfers)
     assert [(step.corr, int(step[0].sum())) for step in (receiver.recv(0) for _ in range(4))] == [
         (corr, corr * 100_000) for corr in range(4)

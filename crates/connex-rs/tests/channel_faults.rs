@@ -4,13 +4,14 @@ use std::io::{BufRead, BufReader, ErrorKind as IoKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use connex_rs::channel::{Array, OwnedArray};
 use connex_rs::{
-    ChannelConfig, Config, Engine, ErrorKind, LogicalId, PeerUrl, Receiver, TransportChoice,
+    ChannelConfig, Config, Engine, ErrorKind, EventKind, LogicalId, PeerUrl, Receiver,
+    TransportChoice,
 };
 
 const WAIT: Option<Duration> = Some(Duration::from_secs(60));
@@ -131,6 +132,7 @@ fn child() {
     let arguments: Vec<&str> = arguments.split(' ').collect();
     match (&role[..], &arguments[..]) {
         ("send", [url]) => child_sends(url),
+        ("signal", [url, addr]) => child_signals(url, addr.parse().expect("an address")),
         ("take", [port]) => child_takes(port.parse().expect("a port")),
         _ => panic!("{role} {arguments:?}"),
     }
@@ -162,6 +164,26 @@ fn child_sends(url: &str) {
         }
         other => panic!("{other}"),
     }
+}
+
+/// Writes with a signal, a small and then on demand a large one, then waits to be killed.
+fn child_signals(url: &str, addr: u64) {
+    let engine = engine(0, 0);
+    let source: &'static [u64] = data(2, LARGE).leak();
+    let signal = |len, text: &str| {
+        let (from, message) = (source.as_ptr() as usize, text.into());
+        // SAFETY: leaked.
+        unsafe { engine.put_signal(url, from, addr, len, message, WAIT) }.expect("post")
+    };
+    let small = signal(SMALL, "the first signal");
+    small.wait(WAIT).expect("ends").expect("well");
+    say("sent");
+    hear();
+    // Does not end before the signal is delivered: never, in the test.
+    let large = signal(LARGE, "the second signal");
+    say("posted");
+    hear();
+    drop(large);
 }
 
 /// Takes steps: holds the first one and waits to be killed, or on demand takes all until the end.
@@ -310,6 +332,51 @@ fn a_sender_killed_between_data_and_flag_leaves_no_step_behind() {
     assert!(fresh.recv(WAIT).expect("clean").is_none());
     assert!(receiver.recv(WAIT).is_err(), "the old one stays failed");
     assert!(sender.process.wait().expect("reap").success());
+}
+
+#[test]
+fn a_sender_killed_between_data_and_signal_leaves_no_signal_behind() {
+    let owner = engine(1, 0);
+    let there = owner.allocate_managed_buffer(LARGE).expect("buffer");
+    let word = |index: usize| {
+        assert!(index < LARGE / 8);
+        // SAFETY: aligned, inside the managed buffer, and accessed atomically.
+        unsafe { AtomicU64::from_ptr((there as *mut u64).add(index)) }.load(Ordering::Acquire)
+    };
+    let relay = Relay::start(owner.port());
+    let url = via(owner.local_url(), relay.port);
+    let mut sender = Helper::start("signal", &[&url, &there.to_string()]);
+    let (from, first) = owner.recv_msg(WAIT).expect("a signal");
+    assert_eq!(first, b"the first signal");
+    assert_eq!(sender.says(), "sent");
+    relay.hold.store(true, Ordering::SeqCst);
+    sender.tell("more");
+    assert_eq!(sender.says(), "posted");
+    // All of the data is in place, and the beginning of the signal has come; its end has not.
+    let sent = data(2, LARGE);
+    let until = Instant::now() + Duration::from_secs(60);
+    while (0..LARGE / 8).any(|index| word(index) != sent[index]) {
+        assert!(Instant::now() < until, "the data does not come");
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(owner.recv_msg(Some(Duration::from_millis(200))), None);
+    sender.kill();
+    let failed = std::iter::from_fn(|| owner.wait_event(WAIT))
+        .find_map(|event| match event.kind {
+            EventKind::Failed { status, .. } => Some((event.peer, status)),
+            _ => None,
+        })
+        .expect("a death");
+    assert_eq!(failed, (from.clone(), -2));
+    assert_eq!(owner.recv_msg(Some(Duration::from_millis(200))), None);
+
+    // The same peer in a new life is heard, from its first signal on.
+    let mut sender = Helper::start("signal", &[owner.local_url(), &there.to_string()]);
+    assert_eq!(owner.recv_msg(WAIT), Some((from.clone(), first)));
+    assert_eq!(sender.says(), "sent");
+    sender.tell("more");
+    let (_, second) = owner.recv_msg(WAIT).expect("a signal");
+    assert_eq!(second, b"the second signal");
 }
 
 #[test]
