@@ -150,10 +150,15 @@ pub fn plan(facts: &Facts) -> Result<Plan, String> {
 }
 
 fn with_rdma(add: &mut Adder<'_>) {
-    add.plain(
+    add.device(
         "IB_ALLOC",
         "mmap,heap",
         "transparent huge pages in the buffer pools stall a connect for up to 1.7 s",
+    );
+    add.device(
+        "IB_PCI_RELAXED_ORDERING",
+        "n",
+        "a chain's flag must not pass its data on the way from the device to memory",
     );
     if (16..19).contains(&add.facts.version.minor) {
         // Until 1.19 v2 falls back to software for one-sided transfers with error handling; v1's work there.
@@ -433,6 +438,11 @@ impl Adder<'_> {
         );
     }
 
+    /// A setting of RDMA devices: where UCX is built without them, 1.22's configuration refuses the name as unknown.
+    fn device(&mut self, name: &str, value: &str, reason: &'static str) {
+        self.push(name, None, value, reason);
+    }
+
     fn full_names(&self) -> bool {
         self.facts.version.minor >= FULL_NAMES
     }
@@ -628,6 +638,16 @@ mod tests {
             Some("mlx5_1:1,ib1")
         );
         assert_eq!(value(&own, "UCX_IB_ALLOC").as_deref(), Some("mmap,heap"));
+        let ordering = "UCX_IB_PCI_RELAXED_ORDERING";
+        assert_eq!(value(&own, ordering).as_deref(), Some("n"));
+        let explicit = plan(&with(facts.clone(), &[(ordering, "y")])).expect("a plan");
+        assert_eq!(value(&explicit, ordering), None, "set explicitly");
+        // A UCX without verbs knows neither: only by the environment does it start all the same.
+        let keys = own
+            .settings
+            .iter()
+            .filter(|s| s.variable.starts_with("UCX_IB_"));
+        assert!(keys.clone().count() == 2 && keys.clone().all(|s| s.key.is_none()));
         assert_eq!(value(&own, "UCX_TLS"), None);
         facts.interface = Some("eth0".into());
         let other = plan(&facts).expect("a plan");
