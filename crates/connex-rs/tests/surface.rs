@@ -35,6 +35,7 @@ on_every_transport!(
     messages_of_every_size_arrive,
     messages_keep_their_order_from_several_threads,
     a_slow_receiver_pushes_back_on_its_sender_only,
+    a_signal_that_waits_for_credit_costs_no_link,
     messages_need_a_link_or_a_url,
     transfers_are_futures,
     a_forked_child_is_told_and_disturbs_nobody,
@@ -765,6 +766,57 @@ fn a_slow_receiver_pushes_back_on_its_sender_only(net: Net) {
     assert_eq!(waiting.wait(LONG), Some(Ok(())));
     assert_eq!(slow.recv_msg(Some(Duration::from_millis(50))), None);
     assert_eq!(a.stats().eps_created, 2);
+}
+
+/// Neither its time-out nor its wait: nothing of it is done, or all.
+fn a_signal_that_waits_for_credit_costs_no_link(net: Net) {
+    let (a, b) = (engine(net, 0), engine(net, 1));
+    let there = Memory::poisoned(1 << 20, 7);
+    there.register(&b);
+    let here = Memory::patterned(1 << 20, 3);
+    let url = b.local_url();
+    // More than has credit: what comes behind these waits.
+    let queued: Vec<_> = (0..30)
+        .map(|_| a.send_msg_async(Recipient::Url(url), vec![1; 200_000], None))
+        .map(|sent| sent.expect("posted"))
+        .collect();
+    let signal = |message: &[u8], timeout| {
+        let message = message.repeat(200_000);
+        // SAFETY: the memories outlive the transfers, which are waited for.
+        unsafe {
+            a.put_signal(
+                url,
+                here.addr(),
+                there.addr() as u64,
+                1 << 20,
+                message,
+                timeout,
+            )
+        }
+        .expect("put")
+    };
+    let late = signal(b"l", Some(Duration::from_millis(200)));
+    assert_eq!(code(late.wait(LONG).expect("ends")), -3);
+    let waiting = signal(b"w", None);
+    // Longer than an operation may stand still that nothing holds back.
+    assert_eq!(waiting.wait(Some(Duration::from_secs(4))), None);
+    assert!(there.is_all(0, 1 << 20, 7), "a part of it was done");
+    let byte = Memory::new(8);
+    assert_eq!(read(&a, url, byte.addr(), there.addr(), 8, LONG), 0);
+    assert!(!queued[29].done(), "nothing pushes back");
+    for _ in &queued {
+        assert_eq!(b.recv_msg(LONG).expect("a message").1[0], 1);
+    }
+    let (_, message) = b.recv_msg(LONG).expect("the signal");
+    assert_eq!((message[0], message.len()), (b'w', 200_000));
+    assert!(there.holds(0, 1 << 20, 3));
+    assert_eq!(waiting.wait(LONG), Some(Ok(())));
+    assert_eq!(
+        b.recv_msg(Some(Duration::from_millis(50))),
+        None,
+        "the one that timed out came"
+    );
+    assert_eq!((a.stats().eps_created, a.stats().failures), (1, 0));
 }
 
 fn messages_need_a_link_or_a_url(net: Net) {

@@ -333,23 +333,43 @@ fn the_table_for_people_has_the_same_figures() {
 
 #[test]
 fn chains_in_order_pass_and_a_broken_order_is_caught() {
-    let (report, code) = json(&["local", "--ip", IP, "--verify-chain", "--seconds", "2"]);
+    verify_chains("tcp");
+}
+
+/// Shared memory, where this UCX has it.
+#[test]
+fn chains_in_order_pass_and_a_broken_order_is_caught_over_ucx() {
+    verify_chains("ucx");
+}
+
+fn verify_chains(transport: &str) {
+    let start = [
+        "local",
+        "--ip",
+        IP,
+        "--transport",
+        transport,
+        "--verify-chain",
+        "--seconds",
+        "2",
+    ];
+    let (report, code) = json(&start);
     assert_eq!(code, Some(0), "{report}");
+    assert!(
+        report["path"]
+            .as_str()
+            .is_some_and(|path| path.starts_with(transport)),
+        "{report}"
+    );
     let row = rows(&report, "verify_chain")[0];
     assert!(
         number(row, "chains") > 0.0 && row["chains"] == row["sent"] && row["violations"] == 0,
         "{row}"
     );
 
-    let (report, code) = json(&[
-        "local",
-        "--ip",
-        IP,
-        "--verify-chain",
-        "--seconds",
-        "2",
-        "--break-order",
-    ]);
+    let mut broken = start.to_vec();
+    broken.push("--break-order");
+    let (report, code) = json(&broken);
     assert_eq!(code, Some(1), "{report}");
     let row = rows(&report, "verify_chain")[0];
     assert!(
