@@ -18,6 +18,7 @@ use crate::clock::{now_ns, wall_ns};
 use crate::completion::{Completion, deadline};
 use crate::config::{Config, TransportChoice};
 use crate::core::{Command, Shared, Target};
+use crate::device::{Devices, Residence};
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::{Event, EventQueue};
 use crate::fork;
@@ -26,7 +27,7 @@ use crate::identity::{Host, Incarnation, LogicalId, PeerUrl};
 use crate::inbox::Inbox;
 use crate::memory::Pages;
 use crate::progress::Hub;
-use crate::region::{Access, Denied, Holder, Registry};
+use crate::region::{Access, Denied, Granted, Holder, Registry};
 use crate::sentinel::{Seat, Wish};
 use crate::stats::{Counters, PeerPath, Stats};
 use crate::transfer::{Deadline, Element, Letter, OpId, Work};
@@ -202,6 +203,7 @@ impl Engine {
             inbox: Inbox::default(),
             registry: Mutex::new(Registry::default()),
             channels: Channels::new(config.channel_bytes),
+            devices: Devices::new(config.allow_staging, transport.prober()),
             secret,
             heartbeats: heartbeats.map(|(i, t)| (i.as_nanos() as u64, t.as_nanos() as u64)),
             debug: std::env::var_os("CONNEX_RS_DEBUG").is_some_and(|v| v == "1"),
@@ -295,10 +297,12 @@ impl Engine {
         access: Access,
     ) -> Result<()> {
         self.check_open()?;
+        // Asked before the lock is taken: a driver may take its time.
+        let residence = self.shared().devices.of_region(addr, len);
         self.shared()
             .registry
             .lock()
-            .register(addr, len, access, None)
+            .register_in(addr, len, access, None, residence)
     }
 
     /// Takes a region back. Returns once no transfer uses it any more: transfers under way get
@@ -704,23 +708,46 @@ impl Engine {
                     named()
                 )));
             }
-            let lease = registry.local(local, len).map_err(|denied| {
+            let granted = registry.local(local, len).map_err(|denied| {
                 debug_assert_eq!(denied, Denied::OutOfBounds);
                 Error::invalid(format!(
                     "{}{len} bytes at {local:#x} start in a registered region and leave it",
                     named()
                 ))
             })?;
+            let residence = self.residence(&granted, local, len, named)?;
             elements.push(Element {
                 local,
                 remote,
                 len,
                 done: 0,
                 given,
-                lease,
+                placed: 0,
+                lease: granted.lease,
+                residence,
             });
         }
         Ok(elements)
+    }
+
+    /// Where the local side of a transfer lives, if it can be used at all.
+    pub(crate) fn residence(
+        &self,
+        granted: &Granted,
+        addr: usize,
+        len: usize,
+        named: impl Fn() -> String,
+    ) -> Result<Option<Residence>> {
+        let devices = &self.shared().devices;
+        let residence = if granted.registered {
+            granted.residence
+        } else {
+            devices.of_local(addr)
+        };
+        match devices.refuses(residence, len as u64, self.0.one_sided) {
+            Some(why) => Err(Error::invalid(format!("{}{why}", named()))),
+            None => Ok(residence),
+        }
     }
 
     /// Drives while waiting, then sleeps.

@@ -8,6 +8,7 @@ mod clock;
 mod completion;
 pub mod config;
 mod core;
+pub mod device;
 mod engine;
 mod environment;
 mod error;

@@ -141,7 +141,7 @@ impl Hub {
 
     /// Drives for one turn if nobody does.
     fn serve(self: &Arc<Self>) {
-        loop {
+        while self.shared.devices.may_drive() {
             // Pairs with the fence of whoever lets go of the driver: either they see our command or we get the driver.
             fence(Ordering::SeqCst);
             let Some(mut driver) = self.driver.try_lock() else {
@@ -153,6 +153,7 @@ impl Hub {
                 break;
             }
         }
+        fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) && !self.commands.is_empty() {
             self.wake_up();
         }
@@ -163,7 +164,8 @@ impl Hub {
         let mut woken = Vec::new();
         driver.core.take_woken(&mut woken);
         let next = driver.core.next_tick();
-        let unsent = driver.transport.as_mut().is_some_and(|t| !t.arm());
+        let unsent =
+            driver.core.is_copying() || driver.transport.as_mut().is_some_and(|t| !t.arm());
         // Only the progress thread can end the engine.
         let closed = driver.core.is_closed();
         drop(driver);
@@ -205,7 +207,7 @@ impl Hub {
         until: Option<Instant>,
         ready: impl Fn() -> bool,
     ) {
-        if self.helping.swap(true, Ordering::AcqRel) {
+        if !self.shared.devices.may_drive() || self.helping.swap(true, Ordering::AcqRel) {
             // Somebody helps already and takes our command along.
             return self.serve();
         }
@@ -272,6 +274,7 @@ impl Hub {
     pub(crate) fn run(self: &Arc<Self>) {
         loop {
             let mut driver = self.driver.lock();
+            self.shared.devices.adopt();
             let n = driver.turn(self);
             if driver.core.is_closed() {
                 let transport = driver.transport.take();
@@ -286,8 +289,9 @@ impl Hub {
                 self.ended_changed.notify_all();
                 return;
             }
-            let polls =
-                n > 0 || now_ns().saturating_sub(driver.core.traffic) < self.spin.as_nanos() as u64;
+            let polls = n > 0
+                || driver.core.is_copying()
+                || now_ns().saturating_sub(driver.core.traffic) < self.spin.as_nanos() as u64;
             if polls && self.wanted.load(Ordering::SeqCst) == 0 {
                 let woken = driver.core.has_woken();
                 if woken {
@@ -306,7 +310,7 @@ impl Hub {
     }
 
     fn sleep(self: &Arc<Self>, mut driver: MutexGuard<'_, Driver>) {
-        let ready = driver.transport.as_mut().is_some_and(|t| !t.arm());
+        let ready = driver.core.is_copying() || driver.transport.as_mut().is_some_and(|t| !t.arm());
         let until = driver
             .core
             .next_tick()
@@ -417,6 +421,7 @@ impl Driver {
                 }
             }
         }
+        n += self.core.look_at_copies();
         if self.core.now >= self.core.next_tick() {
             self.core.tick();
         }
@@ -444,10 +449,12 @@ impl Driver {
                     Out::Close(conn, how) => transport.close(conn, how),
                     Out::StopListening => transport.stop_listening(),
                     Out::Learn(conn) => {
-                        let one_sided = transport
-                            .one_sided()
-                            .is_some_and(|access| access.usable(conn));
-                        self.core.learn_caps(conn, transport.caps(conn), one_sided);
+                        let (one_sided, reaches_devices) =
+                            transport.one_sided().map_or((false, false), |access| {
+                                (access.usable(conn), access.reaches_devices())
+                            });
+                        let caps = transport.caps(conn);
+                        self.core.learn_caps(conn, caps, one_sided, reaches_devices);
                     }
                     one_sided => {
                         carry_out_one_sided(one_sided, transport.one_sided(), &mut self.core)
@@ -484,13 +491,18 @@ fn carry_out_one_sided(out: Out, access: Option<&mut dyn OneSided>, core: &mut C
                 req,
                 base,
                 len,
+                device,
             },
             access,
         ) => {
             let result = access.map_or(Err(NONE.into()), |a| {
+                if device && !a.reaches_devices() {
+                    // No key: whoever asked goes through us.
+                    return Ok(Vec::new());
+                }
                 a.register(base as usize, len as usize)
             });
-            core.exported(conn, req, base, len, result);
+            core.exported(conn, req, base, len, device, result);
         }
         (Out::Unexport { base, completion }, access) => {
             if let Some(access) = access {
@@ -504,12 +516,13 @@ fn carry_out_one_sided(out: Out, access: Option<&mut dyn OneSided>, core: &mut C
                 req,
                 base,
                 len,
+                min,
                 key,
             },
             access,
         ) => {
             let result = access.map_or(Err(NONE.into()), |a| a.unpack(conn, &key));
-            core.unpacked(conn, req, base, len, result);
+            core.unpacked(conn, req, base, len, min, result);
         }
         (Out::DropKey(key), Some(access)) => access.drop_key(key),
         (

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::device::Residence;
 use crate::error::{Error, Result};
 use crate::transport::ConnId;
 
@@ -78,6 +79,7 @@ pub struct Region {
     addr: usize,
     len: usize,
     access: Access,
+    residence: Option<Residence>,
     users: Arc<Users>,
     owner: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -126,6 +128,7 @@ impl Region {
         len: usize,
         access: Access,
         owner: Option<Arc<dyn Any + Send + Sync>>,
+        residence: Option<Residence>,
     ) -> Self {
         let users = Arc::new(Users {
             holders: Mutex::default(),
@@ -135,6 +138,7 @@ impl Region {
             addr,
             len,
             access,
+            residence,
             users,
             owner,
         }
@@ -151,11 +155,24 @@ impl Region {
         self.len
     }
 
+    /// Where its memory lives; `None` is the host.
+    pub(crate) fn residence(&self) -> Option<Residence> {
+        self.residence
+    }
+
     fn holds(&self, addr: usize, len: usize) -> bool {
         addr >= self.addr
             && addr
                 .checked_add(len)
                 .is_some_and(|end| end <= self.addr + self.len)
+    }
+
+    fn grant(&self, holder: Holder) -> Granted {
+        Granted {
+            lease: self.lease(holder),
+            residence: self.residence,
+            registered: true,
+        }
     }
 
     fn lease(&self, holder: Holder) -> Lease {
@@ -192,6 +209,17 @@ impl fmt::Debug for Region {
     }
 }
 
+/// Memory that may be used for a transfer.
+#[derive(Debug)]
+pub struct Granted {
+    /// Keeps it.
+    pub lease: Lease,
+    /// Where it lives, if not in the host's memory and in a region.
+    pub(crate) residence: Option<Residence>,
+    /// It lies in a region.
+    pub(crate) registered: bool,
+}
+
 /// Why no registered region serves a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Denied {
@@ -213,17 +241,32 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// Adds a region.
+    /// Adds a region of host memory.
     ///
     /// # Errors
-    /// [`Error`] of kind `Invalid` for a null address, a zero or wrapping length, or an address that
-    /// is registered already.
+    /// As for `register_in`.
     pub fn register(
         &mut self,
         addr: usize,
         len: usize,
         access: Access,
         owner: Option<Arc<dyn Any + Send + Sync>>,
+    ) -> Result<()> {
+        self.register_in(addr, len, access, owner, None)
+    }
+
+    /// Adds a region; `residence` says where its memory lives, if not in the host's.
+    ///
+    /// # Errors
+    /// [`Error`] of kind `Invalid` for a null address, a zero or wrapping length, or an address that
+    /// is registered already.
+    pub(crate) fn register_in(
+        &mut self,
+        addr: usize,
+        len: usize,
+        access: Access,
+        owner: Option<Arc<dyn Any + Send + Sync>>,
+        residence: Option<Residence>,
     ) -> Result<()> {
         if addr == 0 {
             return Err(Error::invalid("cannot register memory at the null address"));
@@ -244,7 +287,7 @@ impl Registry {
             )));
         }
         self.by_addr
-            .insert(addr, Region::new(addr, len, access, owner));
+            .insert(addr, Region::new(addr, len, access, owner, residence));
         self.bytes += len as u64;
         self.longest = self.longest.max(len);
         Ok(())
@@ -273,13 +316,13 @@ impl Registry {
         addr: u64,
         len: u64,
         direction: Direction,
-    ) -> Result<Lease, Denied> {
+    ) -> Result<Granted, Denied> {
         let allowed = |access: Access| match direction {
             Direction::Read => access.readable(),
             Direction::Write => access.writable(),
         };
         self.holding(addr, len, allowed)
-            .map(|region| region.lease(Holder::Peer(conn)))
+            .map(|region| region.grant(Holder::Peer(conn)))
     }
 
     /// The nearest region that holds all of the range and allows what is asked.
@@ -310,9 +353,8 @@ impl Registry {
     ///
     /// # Errors
     /// As for [`grant`](Self::grant); `Access` if the region limits what peers may do.
-    pub fn find(&self, addr: u64, len: u64) -> Result<(u64, u64), Denied> {
+    pub fn find(&self, addr: u64, len: u64) -> Result<&Region, Denied> {
         self.holding(addr, len, |access| access == Access::ReadWrite)
-            .map(|region| (region.addr as u64, region.len as u64))
     }
 
     /// A lease of the range for the engine's own side of a transfer: memory that is not registered
@@ -320,18 +362,22 @@ impl Registry {
     ///
     /// # Errors
     /// [`Denied::OutOfBounds`].
-    pub fn local(&self, addr: usize, len: usize) -> Result<Lease, Denied> {
+    pub fn local(&self, addr: usize, len: usize) -> Result<Granted, Denied> {
         let mut inside = false;
         for region in self.starting_before(addr) {
             if region.holds(addr, len) {
-                return Ok(region.lease(Holder::Local));
+                return Ok(region.grant(Holder::Local));
             }
             inside |= region.holds(addr, 1);
         }
         if inside {
             Err(Denied::OutOfBounds)
         } else {
-            Ok(Lease::unowned())
+            Ok(Granted {
+                lease: Lease::unowned(),
+                residence: None,
+                registered: false,
+            })
         }
     }
 
@@ -423,10 +469,11 @@ mod tests {
         registry
             .register(1050, 100, Access::ReadOnly, None)
             .expect("fresh");
-        assert_eq!(registry.find(1060, 10), Ok((1000, 100)));
-        assert_eq!(registry.find(1110, 10), Err(Denied::Access));
-        assert_eq!(registry.find(1095, 100), Err(Denied::OutOfBounds));
-        assert_eq!(registry.find(10, 1), Err(Denied::Unregistered));
+        let find = |addr, len| registry.find(addr, len).map(|r| (r.addr(), r.len()));
+        assert_eq!(find(1060, 10), Ok((1000, 100)));
+        assert_eq!(find(1110, 10), Err(Denied::Access));
+        assert_eq!(find(1095, 100), Err(Denied::OutOfBounds));
+        assert_eq!(find(10, 1), Err(Denied::Unregistered));
     }
 
     #[test]
@@ -446,7 +493,8 @@ mod tests {
         let mut registry = registry(&[(1000, 10)]);
         let lease = registry
             .grant(CONN, 1000, 10, Direction::Write)
-            .expect("granted");
+            .expect("granted")
+            .lease;
         let second = lease.clone();
         let region = registry.unregister(1000).expect("there");
         assert_eq!(

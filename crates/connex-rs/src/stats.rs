@@ -114,6 +114,8 @@ counters! {
     bytes_sent,
     /// Bytes received in bodies of frames.
     bytes_received,
+    /// Bytes copied between host and GPU memory, both ways.
+    staged_bytes,
     /// Messages delivered to the application's queue.
     messages_received,
     /// Bytes of messages that wait for `recv_msg`.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::channel::Outlet;
 use crate::completion::Completion;
 use crate::core::one_sided;
+use crate::device::Residence;
 use crate::error::Error;
 use crate::region::Lease;
 use crate::transport::ConnId;
@@ -26,12 +27,16 @@ pub(crate) struct Element {
     pub(crate) remote: u64,
     /// Bytes; never 0.
     pub(crate) len: usize,
-    /// Bytes moved (read) or handed to the transport (write).
+    /// Bytes that have come (read) or were handed to the transport (write).
     pub(crate) done: usize,
     /// Its place among the ranges that the caller gave, empty ones included; none if there was one alone.
     pub(crate) given: Option<u32>,
+    /// Bytes in place (read): those for GPU memory have to be copied first.
+    pub(crate) placed: usize,
     /// Keeps the local memory.
     pub(crate) lease: Lease,
+    /// Where the local memory lives, if not in the host's.
+    pub(crate) residence: Option<Residence>,
 }
 
 /// Says of which of the caller's ranges an error text speaks. `elem` may come from a peer.

@@ -130,6 +130,8 @@ pub enum Message {
         base: u64,
         /// Its bytes.
         len: u64,
+        /// Shorter transfers are to be asked for: the region is GPU memory.
+        min: u64,
     },
     /// The region is about to go: forget its key.
     KeyDrop {
@@ -464,7 +466,12 @@ pub fn encode(message: &Message) -> Head {
         Message::Progress { req, bytes } => numbers(PROGRESS, 0, 0, req, bytes, 0, 0),
         Message::Credit { limit } => numbers(CREDIT, 0, 0, limit, 0, 0, 0),
         Message::KeyAsk { req, addr, len } => numbers(KEY_ASK, 0, 0, req, addr, len, 0),
-        Message::KeyIs { req, base, len } => numbers(KEY_IS, 0, 0, req, base, len, 0),
+        Message::KeyIs {
+            req,
+            base,
+            len,
+            min,
+        } => numbers(KEY_IS, 0, 0, req, base, len, min),
         Message::KeyDrop { base } => numbers(KEY_DROP, 0, 0, base, 0, 0, 0),
         Message::KeyDropped { base } => numbers(KEY_DROPPED, 0, 0, base, 0, 0, 0),
         Message::Channel(Control { channel, verb }) => {
@@ -609,6 +616,7 @@ pub fn decode(head: &[u8]) -> Result<Message, Refuse> {
             req: a,
             base: b,
             len: c,
+            min: d,
         },
         KEY_DROP => Message::KeyDrop { base: a },
         KEY_DROPPED => Message::KeyDropped { base: a },
@@ -841,6 +849,7 @@ mod tests {
                 req: 1,
                 base: 2,
                 len: 3,
+                min: 4,
             },
             Message::KeyDrop { base: 1 },
             Message::KeyDropped { base: 1 },

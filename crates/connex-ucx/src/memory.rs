@@ -17,6 +17,10 @@ pub enum MemoryType {
     Cuda,
     /// CUDA managed memory, which both can touch.
     CudaManaged,
+    /// A ROCm device's.
+    Rocm,
+    /// ROCm managed memory, which both can touch.
+    RocmManaged,
     /// Another kind, by UCX's number.
     Other(u32),
 }
@@ -27,6 +31,8 @@ impl MemoryType {
             sys::UCS_MEMORY_TYPE_HOST => MemoryType::Host,
             sys::UCS_MEMORY_TYPE_CUDA => MemoryType::Cuda,
             sys::UCS_MEMORY_TYPE_CUDA_MANAGED => MemoryType::CudaManaged,
+            sys::UCS_MEMORY_TYPE_ROCM => MemoryType::Rocm,
+            sys::UCS_MEMORY_TYPE_ROCM_MANAGED => MemoryType::RocmManaged,
             other => MemoryType::Other(other),
         }
     }
@@ -37,6 +43,8 @@ impl MemoryType {
             MemoryType::Host => Some(sys::UCS_MEMORY_TYPE_HOST),
             MemoryType::Cuda => Some(sys::UCS_MEMORY_TYPE_CUDA),
             MemoryType::CudaManaged => Some(sys::UCS_MEMORY_TYPE_CUDA_MANAGED),
+            MemoryType::Rocm => Some(sys::UCS_MEMORY_TYPE_ROCM),
+            MemoryType::RocmManaged => Some(sys::UCS_MEMORY_TYPE_ROCM_MANAGED),
             MemoryType::Other(bit) => (bit < 64).then_some(bit),
         }
     }

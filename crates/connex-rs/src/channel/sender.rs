@@ -12,6 +12,7 @@ use super::state::{Ticket, flag};
 use super::table::{Attempt, Outlet, Request, wake};
 use crate::completion::{Completion, deadline};
 use crate::core::{Command, Target};
+use crate::device::Residence;
 use crate::engine::{Engine, Transfer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::identity::LogicalId;
@@ -31,6 +32,7 @@ struct Part {
     local: usize,
     len: usize,
     lease: Lease,
+    residence: Option<Residence>,
 }
 
 impl Sender {
@@ -241,20 +243,24 @@ impl Sender {
         let mut parts = Vec::with_capacity(offsets.len());
         let mut meta = Vec::with_capacity(offsets.len());
         for raw in arrays {
-            let region = registry.local(raw.addr, raw.len).map_err(|_| {
+            let granted = registry.local(raw.addr, raw.len).map_err(|_| {
                 Error::invalid(format!(
                     "{} bytes at {:#x} start in a registered region and leave it",
                     raw.len, raw.addr
                 ))
             })?;
+            let residence = self
+                .engine
+                .residence(&granted, raw.addr, raw.len, String::new)?;
             let lease = match raw.owner {
-                Some(owner) => Lease::of(Arc::new((owner.clone(), region))),
-                None => region,
+                Some(owner) => Lease::of(Arc::new((owner.clone(), granted.lease))),
+                None => granted.lease,
             };
             parts.push(Part {
                 local: raw.addr,
                 len: raw.len,
                 lease,
+                residence,
             });
             meta.push((raw.dtype, raw.shape));
         }
@@ -300,7 +306,9 @@ impl Sender {
                 len: part.len,
                 done: 0,
                 given: Some(n),
+                placed: 0,
                 lease: part.lease,
+                residence: part.residence,
             });
         }
         elements.push(Element {
@@ -309,7 +317,9 @@ impl Sender {
             len: header,
             done: 0,
             given: None,
+            placed: 0,
             lease: Lease::of(head.clone()),
+            residence: None,
         });
         elements.push(Element {
             local: head.as_ptr() as usize + header,
@@ -317,7 +327,9 @@ impl Sender {
             len: FLAG_BYTES,
             done: 0,
             given: None,
+            placed: 0,
             lease: Lease::of(head),
+            residence: None,
         });
         let work = Work::Write {
             elements,

@@ -308,6 +308,7 @@ impl Core {
             small: VecDeque::new(),
             bulk: VecDeque::new(),
             one_sided: false,
+            reaches_devices: false,
             keys: super::one_sided::Keys::new(),
             pumped: false,
             reads_out: 0,
@@ -336,7 +337,13 @@ impl Core {
     }
 
     /// What the transport says of a connection that has just come up: work that waits goes out.
-    pub(crate) fn learn_caps(&mut self, conn: ConnId, caps: Caps, one_sided: bool) {
+    pub(crate) fn learn_caps(
+        &mut self,
+        conn: ConnId,
+        caps: Caps,
+        one_sided: bool,
+        reaches_devices: bool,
+    ) {
         let Some(Conn {
             peer: Some(peer),
             link: Some(link),
@@ -347,6 +354,7 @@ impl Core {
         };
         link.piece = caps.piece;
         link.one_sided = one_sided;
+        link.reaches_devices = reaches_devices;
         let mode = if one_sided { "one-sided" } else { "requested" };
         let id = (*self.peers[*peer].id).clone();
         self.shared.paths.lock().insert(id, (caps.path, mode));
@@ -482,7 +490,7 @@ impl Core {
 
     /// Closes a link, and tells the state machine once no memory is in use any more: a dead peer's own half of the connection
     /// may live on for a while.
-    fn give_up(&mut self, conn: ConnId, why: Why, reason: String) {
+    pub(super) fn give_up(&mut self, conn: ConnId, why: Why, reason: String) {
         let Some(entry) = self.conns.get_mut(&conn) else {
             return;
         };
@@ -552,6 +560,7 @@ impl Core {
                 _ => self.stranger_refused("a connection that ended before it said who it is"),
             }
         }
+        self.copies.forget(conn);
         if let Some(link) = entry.link.take() {
             self.forget_keys(conn, link.keys);
         }
@@ -643,7 +652,7 @@ impl Core {
                     .iter()
                     .all(|op| self.ops.get(op).is_none_or(|op| op.is_read()))
         });
-        idle && entry.letters.is_empty()
+        idle && entry.letters.is_empty() && !self.copies.out.holds(conn)
     }
 
     /// Frames that come on a connection that is being closed lead nowhere.

@@ -4,9 +4,10 @@
 //! of the transport come in; frames to be sent and connections to be opened or closed come out as
 //! [`Out`], which the progress loop carries out. One file for each side of the work:
 //! [`handshake`] (who is there), [`links`] (a link's life), [`requests`] (what peers ask of us),
-//! [`operations`] (what we ask of peers), [`one_sided`] (where hardware does it), [`letters`] (messages), [`tick`] (time).
+//! [`operations`] (what we ask of peers), [`devices`] (GPU memory on either side), [`one_sided`] (where hardware does it), [`letters`] (messages), [`tick`] (time).
 
 mod channels;
+mod devices;
 mod handshake;
 mod letters;
 mod links;
@@ -23,6 +24,8 @@ use parking_lot::Mutex;
 
 use crate::channel::{Channels, Inlet, Outlet, Request};
 use crate::completion::Completion;
+use crate::device::copies::Copies;
+use crate::device::{Devices, Residence};
 use crate::error::{Error, Result};
 use crate::event::{Event, EventKind, EventQueue};
 use crate::heartbeat::Heartbeat;
@@ -73,6 +76,7 @@ pub(crate) struct Shared {
     pub(crate) inbox: Inbox,
     pub(crate) registry: Mutex<Registry>,
     pub(crate) channels: Channels,
+    pub(crate) devices: Devices,
     pub(crate) seat: Seat,
     pub(crate) secret: Option<Vec<u8>>,
     /// Interval and timeout in nanoseconds.
@@ -164,6 +168,8 @@ pub(crate) enum Out {
         req: u64,
         base: u64,
         len: u64,
+        /// It is GPU memory.
+        device: bool,
     },
     /// The device is to forget a region.
     Unexport {
@@ -176,6 +182,7 @@ pub(crate) enum Out {
         req: u64,
         base: u64,
         len: u64,
+        min: u64,
         key: Vec<u8>,
     },
     DropKey(KeyId),
@@ -325,13 +332,19 @@ enum Incoming {
     /// A control frame without a body: dealt with already.
     Nothing,
     /// A piece of an answer to us.
-    Data { op: OpId, elem: usize, len: usize },
-    /// A piece of a write of the peer. `flag`: store it at once at this address.
+    Data {
+        op: OpId,
+        elem: usize,
+        len: usize,
+        /// It goes to GPU memory.
+        to: Option<devices::Landing>,
+    },
+    /// A piece of a write of the peer.
     Write {
         req: u64,
         last: bool,
         bytes: u64,
-        flag: Option<Flag>,
+        store: devices::Store,
     },
     /// A piece of a write that is refused.
     Refused { req: u64, last: bool },
@@ -356,6 +369,8 @@ struct Link {
     bulk: VecDeque<Stream>,
     /// Reads and writes go one-sided.
     one_sided: bool,
+    /// One-sided access reaches GPU memory.
+    reaches_devices: bool,
     /// Keys of the peer's regions.
     keys: one_sided::Keys,
     /// In the list of links to be pumped.
@@ -390,6 +405,7 @@ enum Stream {
         len: usize,
         sent: usize,
         lease: Lease,
+        residence: Option<Residence>,
     },
     /// A write of ours: the operation knows how far it is.
     Write(OpId),
@@ -429,6 +445,7 @@ pub(crate) struct Core {
     /// Completions whose waiters are to be woken once the driver is released.
     woken: Vec<Arc<Completion>>,
     one_sided: one_sided::OneSidedState,
+    copies: Copies<devices::Departure, devices::Arrival>,
     /// Rings that are not needed any more, until the device has forgotten them.
     old_rings: Vec<(Arc<Completion>, Arc<Inlet>)>,
     strangers: usize,
@@ -444,6 +461,7 @@ pub(crate) struct Core {
 impl Core {
     pub(crate) fn new(shared: Arc<Shared>) -> Self {
         let now = crate::clock::now_ns();
+        let copies = Copies::new(shared.devices.pool.clone());
         Self {
             shared,
             now,
@@ -458,6 +476,7 @@ impl Core {
             to_pump: Vec::new(),
             woken: Vec::new(),
             one_sided: one_sided::OneSidedState::default(),
+            copies,
             old_rings: Vec::new(),
             strangers: 0,
             last_stranger_logged: 0,

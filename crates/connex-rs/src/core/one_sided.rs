@@ -7,6 +7,7 @@ use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
+use super::requests::in_the_peer;
 use super::{Core, Out, Stream};
 use crate::completion::Completion;
 use crate::error::{Error, ErrorKind};
@@ -48,7 +49,10 @@ impl Progress {
 #[derive(Debug)]
 pub(super) struct Key {
     len: u64,
-    id: KeyId,
+    /// `None`: the transport cannot reach the region, so its owner has to be asked.
+    id: Option<KeyId>,
+    /// Shorter transfers are asked for: they are not for zero-copy.
+    min: u64,
     /// Pieces in flight that use it.
     users: usize,
     /// The owner wants it back.
@@ -111,6 +115,11 @@ impl Core {
         while op.doom.is_none() && !progress.asking && progress.out < IN_FLIGHT && *next < count {
             let element = &elements[*next];
             let (remote, len) = (element.remote, element.len as u64);
+            let too_small = element.residence.is_some()
+                && (!link.reaches_devices || len < self.shared.devices.threshold());
+            if progress.posted == 0 && too_small {
+                return self.ask_instead(id, conn);
+            }
             let Some((base, key)) = covering(&mut link.keys, remote, len) else {
                 progress.asking = true;
                 self.shared.counters.rkey_fetches.add_one();
@@ -122,6 +131,9 @@ impl Core {
                         len,
                     },
                 );
+            };
+            let Some(key_id) = key.id.filter(|_| len >= key.min) else {
+                return self.ask_instead(id, conn);
             };
             let n = CHUNK.min(element.len - progress.posted);
             let local = element.local + progress.posted;
@@ -140,7 +152,7 @@ impl Core {
                 },
             );
             let lease = element.lease.clone();
-            let key = key.id;
+            let key = key_id;
             if chain && *next + 1 == count && progress.posted == 0 {
                 self.out.push(Out::Fence(conn));
             }
@@ -211,6 +223,23 @@ impl Core {
         }
     }
 
+    /// The rest of an operation is asked for, because the hardware cannot do its next element: once what is in flight
+    /// has ended, so that the order stays.
+    fn ask_instead(&mut self, id: OpId, conn: ConnId) {
+        let Some(op) = self.ops.get_mut(&id) else {
+            return;
+        };
+        if op
+            .one_sided
+            .as_ref()
+            .is_some_and(|progress| progress.out > 0)
+        {
+            return;
+        }
+        op.one_sided = None;
+        self.request(id, conn);
+    }
+
     /// A piece has ended.
     pub(crate) fn one_sided_done(&mut self, done: OneSidedDone) {
         let Some(piece) = self.one_sided.pieces.remove(&done.token) else {
@@ -248,6 +277,7 @@ impl Core {
         req: OpId,
         base: u64,
         len: u64,
+        min: u64,
         key: Vec<u8>,
     ) -> Result<(), Refuse> {
         let asked = self
@@ -263,11 +293,17 @@ impl Core {
                 )));
             }
         }
+        if key.is_empty() {
+            self.know_key(conn, base, len, u64::MAX, None);
+            self.advance(req);
+            return Ok(());
+        }
         self.out.push(Out::Unpack {
             conn,
             req,
             base,
             len,
+            min,
             key,
         });
         Ok(())
@@ -310,28 +346,11 @@ impl Core {
         req: OpId,
         base: u64,
         len: u64,
+        min: u64,
         result: Result<KeyId, String>,
     ) {
         match result {
-            Ok(id) => {
-                let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
-                    return self.out.push(Out::DropKey(id));
-                };
-                match link.keys.entry(base) {
-                    // Several operations asked at once. The first key stays: pieces in flight use it. It is of the same
-                    // region, because its owner has no other one there before this one was given back.
-                    Entry::Occupied(_) => self.out.push(Out::DropKey(id)),
-                    Entry::Vacant(place) => {
-                        self.shared.counters.remote_rkeys.add_one();
-                        place.insert(Key {
-                            len,
-                            id,
-                            users: 0,
-                            dropping: false,
-                        });
-                    }
-                }
-            }
+            Ok(id) => self.know_key(conn, base, len, min, Some(id)),
             Err(text) => {
                 if let Some(op) = self.ops.get_mut(&req) {
                     let peer = self.peers[op.peer].id.clone();
@@ -342,6 +361,33 @@ impl Core {
             }
         }
         self.advance(req);
+    }
+
+    fn know_key(&mut self, conn: ConnId, base: u64, len: u64, min: u64, id: Option<KeyId>) {
+        let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
+            return self.forget_key(id);
+        };
+        match link.keys.entry(base) {
+            // Several operations asked at once. The first key stays: pieces in flight use it. It is of the same
+            // region, because its owner has no other one there before this one was given back.
+            Entry::Occupied(_) => self.forget_key(id),
+            Entry::Vacant(place) => {
+                self.shared.counters.remote_rkeys.add_one();
+                place.insert(Key {
+                    len,
+                    id,
+                    min,
+                    users: 0,
+                    dropping: false,
+                });
+            }
+        }
+    }
+
+    fn forget_key(&mut self, id: Option<KeyId>) {
+        if let Some(id) = id {
+            self.out.push(Out::DropKey(id));
+        }
     }
 
     /// The owner wants a key back: it is used no more, and given back once nothing of it is in flight.
@@ -380,7 +426,7 @@ impl Core {
         };
         if let Some(key) = link.keys.remove(&base) {
             self.shared.counters.remote_rkeys.sub_one();
-            self.out.push(Out::DropKey(key.id));
+            self.forget_key(key.id);
         }
         self.send(conn, &Message::KeyDropped { base });
     }
@@ -389,9 +435,28 @@ impl Core {
 
     /// A peer asks for the key of a range.
     pub(super) fn on_key_ask(&mut self, conn: ConnId, req: u64, addr: u64, len: u64) {
-        let found = self.shared.registry.lock().find(addr, len);
+        let found = self.shared.registry.lock().find(addr, len).map(|region| {
+            (
+                region.addr() as u64,
+                region.len() as u64,
+                region.residence(),
+            )
+        });
+        let refused = found
+            .as_ref()
+            .ok()
+            .and_then(|(_, _, residence)| self.shared.devices.refuses(*residence, len, true));
+        if let Some(why) = refused {
+            self.shared.counters.requests_refused.add_one();
+            let message = Message::Done {
+                req,
+                code: -4,
+                elem: 0,
+            };
+            return self.send_with(conn, &message, in_the_peer(&why, addr).into_bytes());
+        }
         match found {
-            Ok((base, len)) if !self.withdrawn(base) => {
+            Ok((base, len, residence)) if !self.withdrawn(base) => {
                 self.one_sided
                     .exports
                     .entry(base)
@@ -403,6 +468,7 @@ impl Core {
                     req,
                     base,
                     len,
+                    device: residence.is_some(),
                 });
             }
             other => {
@@ -437,10 +503,22 @@ impl Core {
         req: u64,
         base: u64,
         len: u64,
+        device: bool,
         result: Result<Vec<u8>, String>,
     ) {
+        let min = if device {
+            self.shared.devices.threshold()
+        } else {
+            0
+        };
+        let message = Message::KeyIs {
+            req,
+            base,
+            len,
+            min,
+        };
         match result {
-            Ok(key) => self.send_with(conn, &Message::KeyIs { req, base, len }, key),
+            Ok(key) => self.send_with(conn, &message, key),
             Err(text) => {
                 let text = format!("the peer cannot register its region with the device: {text}");
                 self.send_with(
@@ -542,7 +620,7 @@ impl Core {
     pub(super) fn forget_keys(&mut self, conn: ConnId, keys: Keys) {
         for key in keys.into_values() {
             self.shared.counters.remote_rkeys.sub_one();
-            self.out.push(Out::DropKey(key.id));
+            self.forget_key(key.id);
         }
         self.one_sided.pieces.retain(|_, piece| piece.conn != conn);
         let bases: Vec<u64> = self.one_sided.exports.keys().copied().collect();

@@ -138,6 +138,17 @@ impl Core {
             self.set_timer(id);
             return self.advance(id);
         }
+        self.request(id, conn);
+    }
+
+    /// Asks the peer for what an operation has left.
+    pub(super) fn request(&mut self, id: OpId, conn: ConnId) {
+        let (Some(op), Some(link)) = (
+            self.ops.get(&id),
+            self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()),
+        ) else {
+            return;
+        };
         match &op.work {
             Work::Read { .. } => {
                 link.reads_waiting.push_back(id);
@@ -158,7 +169,7 @@ impl Core {
     }
 
     /// Asks for elements of reads as far as the bound allows.
-    fn ask(&mut self, conn: ConnId) {
+    pub(super) fn ask(&mut self, conn: ConnId) {
         let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
             return;
         };
@@ -202,6 +213,17 @@ impl Core {
         }
     }
 
+    /// A piece of an answer has come, and may have to be copied to its place.
+    pub(super) fn data_arrived(&mut self, id: OpId, elem: usize, len: usize) {
+        if let Some(Op {
+            work: Work::Read { elements, .. },
+            ..
+        }) = self.ops.get_mut(&id)
+        {
+            elements[elem].done += len;
+        }
+    }
+
     /// A piece of an answer is in place.
     pub(super) fn data_placed(&mut self, conn: ConnId, id: OpId, elem: usize, len: usize) {
         self.moved(conn);
@@ -214,9 +236,9 @@ impl Core {
             return;
         };
         let element = &mut elements[elem];
-        element.done += len;
+        element.placed += len;
         let done = element.done as u64;
-        if element.done == element.len {
+        if element.placed == element.len {
             self.element_answered(conn, id);
         } else {
             self.tell_progress(conn, id, done);
@@ -344,10 +366,19 @@ impl Core {
             let Some(stream) = queue.pop_front() else {
                 break;
             };
-            let (frames, rest) = self.next_piece(stream, piece, class);
+            let origin = self.origin(&stream);
+            if !self.may_depart(conn, origin) {
+                if let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) {
+                    link.put_back(stream, class);
+                }
+                break;
+            }
+            let (frames, rest) = self.next_piece(stream, piece.min(origin.piece()), class);
             if let Some(frame) = frames {
                 self.shared.counters.bytes_sent.add(frame.body.len() as u64);
-                transport.send(conn, frame);
+                if let Some(frame) = self.depart(conn, origin, frame) {
+                    transport.send(conn, frame);
+                }
                 n += 1;
             }
             if let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) {
@@ -383,6 +414,7 @@ impl Core {
                 len,
                 sent,
                 lease,
+                residence,
             } => {
                 let n = piece.min(len - sent);
                 let head = wire::encode(&Message::Data {
@@ -410,6 +442,7 @@ impl Core {
                         len,
                         sent,
                         lease,
+                        residence,
                     }),
                 )
             }

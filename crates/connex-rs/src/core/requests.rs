@@ -6,8 +6,9 @@
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 
+use super::devices::{Arrival, Landing, Store};
 use super::{Core, Flag, Incoming, SMALL, Stage, Stream};
-use crate::region::{Denied, Direction};
+use crate::region::{Denied, Direction, Granted};
 use crate::transfer::Work;
 use crate::transport::{ConnId, Gone, Place, Received, Refuse, Target, Upcalls};
 use crate::wire::{self, MAX_TEXT, Message, Piece};
@@ -107,36 +108,20 @@ impl Upcalls for Core {
             (Incoming::Text(message), Received::Bytes(bytes)) => {
                 self.on_text(conn, message, &bytes)
             }
-            (Incoming::Data { op, elem, len }, Received::Placed) => {
-                self.data_placed(conn, op, elem, len);
-                Ok(())
+            (Incoming::Data { op, elem, len, to }, received) => {
+                self.data_arrived(op, elem, len);
+                let arrival = Arrival::Data { op, elem, len };
+                self.arrived(conn, to, received, arrival)
             }
             (
                 Incoming::Write {
                     req,
                     last,
                     bytes,
-                    flag: Some(flag),
+                    store,
                 },
-                Received::Bytes(value),
-            ) => {
-                store_flag(&flag, &value);
-                self.write_placed(conn, req, last, bytes);
-                self.flag_stored(conn, flag.addr);
-                Ok(())
-            }
-            (
-                Incoming::Write {
-                    req,
-                    last,
-                    bytes,
-                    flag: None,
-                },
-                Received::Placed,
-            ) => {
-                self.write_placed(conn, req, last, bytes);
-                Ok(())
-            }
+                received,
+            ) => self.write_arrived(conn, req, last, bytes, store, received),
             (Incoming::Refused { req, last }, _) => {
                 if last {
                     self.answer_refused(conn, req);
@@ -144,6 +129,13 @@ impl Upcalls for Core {
                 Ok(())
             }
             (Incoming::Letter(piece), Received::Bytes(bytes)) => {
+                // A signal stands for data that may still be on its way to the device.
+                if piece.signals.is_some() && self.copies.arrivals.holds(conn) {
+                    self.copies
+                        .arrivals
+                        .push(conn, None, Arrival::Letter(piece, bytes));
+                    return Ok(());
+                }
                 self.letter_piece(conn, piece, bytes)
             }
             _ => Ok(()),
@@ -152,6 +144,10 @@ impl Upcalls for Core {
 
     fn closed(&mut self, conn: ConnId, why: Gone) {
         self.now = crate::clock::now_ns();
+        if self.copies.holds(conn) {
+            // The driver may still touch memory for it.
+            return self.copies.end_later(conn, why);
+        }
         self.on_closed(conn, why);
     }
 }
@@ -182,7 +178,12 @@ impl Core {
             Message::Done { req, code, elem } => {
                 self.on_done(conn, req, code, elem, &String::from_utf8_lossy(body))
             }
-            Message::KeyIs { req, base, len } => self.on_key(conn, req, base, len, body.to_vec()),
+            Message::KeyIs {
+                req,
+                base,
+                len,
+                min,
+            } => self.on_key(conn, req, base, len, min, body.to_vec()),
             Message::Channel(control) => self.on_channel(conn, control, body),
             greeting => self.on_greeting(conn, greeting, body),
         }
@@ -230,9 +231,13 @@ impl Core {
             .shared
             .registry
             .lock()
-            .grant(conn, addr, len, Direction::Read);
+            .grant(conn, addr, len, Direction::Read)
+            .map_err(|denied| denial(denied, addr, len, Direction::Read))
+            .and_then(|granted| self.usable(granted, addr, len));
         match granted {
-            Ok(lease) => {
+            Ok(Granted {
+                lease, residence, ..
+            }) => {
                 let (ptr, len) = (addr as usize, len as usize);
                 let answer = Stream::Answer {
                     req,
@@ -241,6 +246,7 @@ impl Core {
                     len,
                     sent: 0,
                     lease,
+                    residence,
                 };
                 let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
                     return Ok(());
@@ -258,9 +264,8 @@ impl Core {
                 queue.push_back(answer);
                 self.pump_later(conn);
             }
-            Err(denied) => {
+            Err(text) => {
                 self.shared.counters.requests_refused.add_one();
-                let text = denial(denied, addr, len, Direction::Read);
                 self.send_with(
                     conn,
                     &Message::Done {
@@ -294,6 +299,7 @@ impl Core {
             )));
         }
         let (req, last, bytes) = (piece.req, piece.last, piece.offset + body_len as u64);
+        let behind = self.copies.arrivals.holds(conn);
         let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
             return Ok(Place::Discard);
         };
@@ -302,41 +308,78 @@ impl Core {
             return Ok(Place::Discard);
         }
         // The whole element is checked with each piece: nothing of a bad one is written.
-        let granted =
-            self.shared
-                .registry
-                .lock()
-                .grant(conn, piece.addr, piece.len, Direction::Write);
-        let lease = match granted {
-            Ok(lease) => lease,
-            Err(denied) => {
+        let granted = self
+            .shared
+            .registry
+            .lock()
+            .grant(conn, piece.addr, piece.len, Direction::Write)
+            .map_err(|denied| denial(denied, piece.addr, piece.len, Direction::Write))
+            .and_then(|granted| {
+                match self
+                    .shared
+                    .devices
+                    .refuses(granted.residence, piece.len, false)
+                {
+                    Some(why) => Err(in_the_peer(&why, piece.addr)),
+                    None => Ok(granted),
+                }
+            });
+        let granted = match granted {
+            Ok(granted) => granted,
+            Err(text) => {
                 self.shared.counters.requests_refused.add_one();
                 if link.refused.len() >= MAX_REFUSED {
                     return Err(Refuse(format!(
                         "more than {MAX_REFUSED} refused writes are not ended"
                     )));
                 }
-                let text = denial(denied, piece.addr, piece.len, Direction::Write);
                 link.refused.insert(req, (piece.elem, -4, text));
                 self.set_incoming(conn, Incoming::Refused { req, last });
                 return Ok(Place::Discard);
             }
         };
+        let lease = granted.lease;
         let addr = piece.addr as usize + piece.offset as usize;
-        let at_once = piece.flag
-            && piece.offset == 0
-            && body_len as u64 == piece.len
-            && matches!(body_len, 1 | 2 | 4 | 8)
-            && addr.is_multiple_of(body_len);
-        if at_once {
-            let flag = Some(Flag { addr, lease });
+        if let Some(residence) = granted.residence {
+            let landing = self.landing(conn, residence, addr, body_len, lease);
+            let place = landing.place();
+            let store = if piece.flag {
+                Store::DeviceInTurn(landing)
+            } else {
+                Store::Device(landing)
+            };
             self.set_incoming(
                 conn,
                 Incoming::Write {
                     req,
                     last,
                     bytes,
-                    flag,
+                    store,
+                },
+            );
+            return Ok(place);
+        }
+        let at_once = piece.flag
+            && piece.offset == 0
+            && body_len as u64 == piece.len
+            && matches!(body_len, 1 | 2 | 4 | 8)
+            && addr.is_multiple_of(body_len);
+        if at_once || (piece.flag && behind) {
+            let store = if at_once {
+                Store::Flag(Flag { addr, lease })
+            } else {
+                Store::Late {
+                    addr,
+                    _lease: lease,
+                }
+            };
+            self.set_incoming(
+                conn,
+                Incoming::Write {
+                    req,
+                    last,
+                    bytes,
+                    store,
                 },
             );
             return Ok(Place::Bytes);
@@ -351,7 +394,7 @@ impl Core {
                 req,
                 last,
                 bytes,
-                flag: None,
+                store: Store::InPlace,
             },
         );
         Ok(Place::Memory(Target {
@@ -361,7 +404,7 @@ impl Core {
         }))
     }
 
-    fn write_placed(&mut self, conn: ConnId, req: u64, last: bool, bytes: u64) {
+    pub(super) fn write_placed(&mut self, conn: ConnId, req: u64, last: bool, bytes: u64) {
         self.moved(conn);
         if last {
             self.send(
@@ -430,25 +473,36 @@ impl Core {
                 element.done, element.len
             )));
         }
-        let target = Target {
-            ptr: (element.local + element.done) as *mut u8,
-            len: body_len,
-            lease: element.lease.clone(),
-        };
+        let at = element.local + element.done;
+        let lease = element.lease.clone();
+        let residence = element.residence;
+        let to =
+            residence.map(|residence| self.landing(conn, residence, at, body_len, lease.clone()));
+        let place = to.as_ref().map_or_else(
+            || {
+                Place::Memory(Target {
+                    ptr: at as *mut u8,
+                    len: body_len,
+                    lease,
+                })
+            },
+            Landing::place,
+        );
         self.set_incoming(
             conn,
             Incoming::Data {
                 op: req,
                 elem,
                 len: body_len,
+                to,
             },
         );
-        Ok(Place::Memory(target))
+        Ok(place)
     }
 }
 
 /// Stores a flag at once, after all that this thread stored before.
-fn store_flag(flag: &Flag, value: &[u8]) {
+pub(super) fn store_flag(flag: &Flag, value: &[u8]) {
     macro_rules! store {
         ($atomic:ty, $int:ty) => {
             if let Ok(bytes) = value.try_into() {
@@ -465,6 +519,11 @@ fn store_flag(flag: &Flag, value: &[u8]) {
         4 => store!(AtomicU32, u32),
         _ => store!(AtomicU64, u64),
     }
+}
+
+/// The same for memory that cannot be used.
+pub(super) fn in_the_peer(why: &str, addr: u64) -> String {
+    format!("the peer's region at {addr:#x}: {why}")
 }
 
 /// The sentence that the requester gets.

@@ -23,6 +23,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 
+use crate::device::Prober;
 use crate::region::Lease;
 
 #[doc(hidden)]
@@ -281,6 +282,10 @@ pub trait Transport: Send {
     fn accept_backoffs(&self) -> u64 {
         0
     }
+    /// Tells the kind of memory that the CUDA driver does not know, if the transport can.
+    fn prober(&self) -> Option<Prober> {
+        None
+    }
     /// The one-sided capability, if there is one.
     fn one_sided(&mut self) -> Option<&mut dyn OneSided> {
         None
@@ -297,6 +302,10 @@ pub struct KeyId(pub u64);
 pub trait OneSided {
     /// Whether one-sided transfers on this connection are done by hardware.
     fn usable(&self, conn: ConnId) -> bool;
+    /// Whether its hardware can reach GPU memory.
+    fn reaches_devices(&self) -> bool {
+        false
+    }
     /// Registers memory with the device; returns the key to be sent to peers.
     ///
     /// # Errors

@@ -9,6 +9,7 @@
 //! and what the peer has not read when the connection goes is lost.
 
 mod conn;
+mod devices;
 mod facts;
 mod gate;
 mod one_sided;
@@ -31,6 +32,7 @@ use super::{
     Body, Caps, Class, Close, ConnId, ConnIds, Frame, Gone, OneSided, Place, Received, Transport,
     Upcalls,
 };
+use crate::device::Prober;
 use crate::region::Lease;
 
 /// The longest body of a frame over TCP, if segments are 256 KB: exactly 256 KB would become two fragments.
@@ -659,6 +661,10 @@ impl Transport for Ucx {
         self.gate.backoffs
     }
 
+    fn prober(&self) -> Option<Prober> {
+        devices::prober(self.worker.context())
+    }
+
     fn one_sided(&mut self) -> Option<&mut dyn OneSided> {
         if self.access.enabled {
             Some(self)
@@ -717,7 +723,7 @@ fn pieces(facts: &Facts) -> Pieces {
 }
 
 /// A size as UCX reads it: `256k`, `8KB`, `1m`, `16384`.
-fn memory_units(text: &str) -> Option<usize> {
+pub(crate) fn memory_units(text: &str) -> Option<usize> {
     let text = text.trim().to_ascii_lowercase();
     let digits = text
         .find(|c: char| !c.is_ascii_digit())

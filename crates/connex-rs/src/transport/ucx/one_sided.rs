@@ -7,13 +7,16 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use connex_ucx::{Lane, Memory, Posted, RemoteKey};
+use connex_ucx::{Lane, Memory, MemoryType, Posted, RemoteKey};
 
 use super::Ucx;
 use crate::transport::{ConnId, Gone, KeyId, OneSided, OneSidedDone, Source, Target};
 
 /// One-sided transfers also where UCX emulates them in software. For tests: nobody checks the target there.
 const FORCE: &str = "CONNEX_RS_FORCE_ONE_SIDED";
+
+/// The first version whose own copies of GPU memory work from a thread without a context.
+const STAGES_DEVICES: u32 = 19;
 
 /// Whether [`FORCE`] asks for it.
 pub(super) fn forced() -> bool {
@@ -175,6 +178,15 @@ impl OneSided for Ucx {
                 .conns
                 .get(&conn)
                 .is_some_and(|c| c.by_hardware || self.access.forced)
+    }
+
+    /// Before 1.19 UCX copies GPU memory by itself wrongly or not at all: only RDMA hardware, which reaches it without a
+    /// copy, may be given it there.
+    fn reaches_devices(&self) -> bool {
+        let context = self.worker.context();
+        let by_hardware = !self.access.forced;
+        (by_hardware || context.library().version().minor >= STAGES_DEVICES)
+            && (context.supports(MemoryType::Cuda) || context.supports(MemoryType::Rocm))
     }
 
     fn register(&mut self, addr: usize, len: usize) -> Result<Vec<u8>, String> {
