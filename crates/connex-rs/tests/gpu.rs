@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use common::{LONG, Memory, Net, config, engine, expect_failed, link, read, wait_for, write};
-use connex_rs::{Engine, Range};
+use connex_rs::{Engine, EventKind, LogicalId, Range};
 use gpu::{Context, Device, Gpu, Sort};
 
 /// Around every threshold: the zero-copy one, small and bulk, pieces of each transport.
@@ -137,9 +137,11 @@ fn ends_in_the_middle_over_tcp() {
     run("ends", Net::Tcp, &[]);
 }
 
+/// Not in shared memory: a peer that is killed while it sends there leaves UCX's queue of the survivor stuck, whatever the
+/// memory.
 #[test]
 fn ends_in_the_middle_over_ucx() {
-    run("ends", Net::Ucx, &[]);
+    run("ends", Net::Ucx, &[("UCX_TLS", "tcp")]);
 }
 
 // ---- the cases ------------------------------------------------------------------------------------
@@ -616,13 +618,33 @@ fn ends(gpu: Gpu, net: Net, folder: &std::path::Path) {
     closed_while_copies_wait(&gpu, net, folder);
 }
 
+/// Links to an owner that has just started. On a loaded machine its first connection may take longer than a dial may.
+fn dial(near: &Engine, owner: &Owner, memory: &Device) {
+    for _ in 0..5 {
+        if read(near, &owner.url, memory.addr(), owner.addr, 8, LONG) == 0 {
+            return;
+        }
+    }
+    panic!("no link to {}", owner.url);
+}
+
+/// Expects a new link with a peer; dials that did not come through are passed over.
+fn linked(near: &Engine, peer: &LogicalId) {
+    loop {
+        match common::event(near).kind {
+            EventKind::Joined { .. } => break,
+            EventKind::Failed { established, .. } => assert!(!established),
+            other => panic!("{other:?} before a link"),
+        }
+    }
+    let up = common::event(near);
+    assert_eq!((&up.peer, up.kind), (peer, EventKind::Up));
+}
+
 /// Starts a read whose copies to the device wait, so that some of it has come and none is in place.
 fn stuck_read(gpu: &Gpu, near: &Engine, memory: &Device, owner: &Owner) -> connex_rs::Transfer {
     memory.write(0, &vec![POISON; memory.len()]);
-    assert_eq!(
-        read(near, &owner.url, memory.addr(), owner.addr, 8, LONG),
-        0
-    );
+    dial(near, owner, memory);
     gpu.hold(true);
     let before = near.stats().staged_bytes;
     // SAFETY: the memory lives until the transfer has ended.
@@ -683,7 +705,7 @@ fn killed_while_copies_wait(
         .1
         .parse()
         .expect("valid");
-    common::expect_up(near, &peer);
+    linked(near, &peer);
     assert!(expect_failed(near, &peer).established);
 }
 
@@ -716,15 +738,15 @@ fn timed_out_while_copies_wait(
     let error = get.wait(LONG).expect("in time").expect_err("too late");
     assert!(matches!(error.code(), -2 | -3), "{error}");
     is_still(memory);
-    common::expect_up(near, &peer);
+    linked(near, &peer);
     assert!(expect_failed(near, &peer).established);
     // The owner lives, and is used again.
-    assert_eq!(
-        read(near, &owner.url, memory.addr(), owner.addr, LARGEST, LONG),
-        0
-    );
+    dial(near, &owner, memory);
+    // SAFETY: the memory lives until the call returns.
+    unsafe { near.read(&owner.url, memory.addr(), owner.addr as u64, LARGEST, LONG) }
+        .expect("the link stands");
     assert!(memory.bytes(0, LARGEST) == pattern(LARGEST, 1));
-    common::expect_up(near, &peer);
+    linked(near, &peer);
     drop(owner);
     expect_failed(near, &peer);
 }
