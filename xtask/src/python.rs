@@ -62,6 +62,7 @@ const OVER_UCX: &[&str] = &[
     "python/tests/test_channel.py",
     "python/tests/test_asyncio.py",
     "python/tests/test_pull.py",
+    "python/tests/test_gpu.py",
 ];
 
 /// The Python tests with this UCX. What does not depend on it runs with the newest only.

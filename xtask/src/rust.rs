@@ -98,6 +98,8 @@ pub(crate) fn with_ucx(place: &Place, version: &str) -> Result<()> {
             "ucx_engine",
             "--test",
             "integrity",
+            "--test",
+            "gpu",
             "ucx",
         ])
         .env("CONNEX_RS_UCX", &ucx))

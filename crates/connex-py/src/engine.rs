@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use connex_rs::{ChannelConfig, Config, Error, ErrorKind, Recipient, TransportChoice};
+use connex_rs::{ChannelConfig, Config, Error, ErrorKind, Recipient, TransportChoice, device};
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
@@ -307,12 +307,12 @@ impl Engine {
         if ptr == 0 || ptr.checked_add(length).is_none() {
             return Ok(INVALID);
         }
-        args::copying(py, length, || {
+        let copied = args::copying(py, length, || {
             // SAFETY: the caller names memory that is theirs to write; the source cannot change. They may overlap only
             // if the caller lies about that.
-            unsafe { std::ptr::copy(source.as_ptr(), ptr as *mut u8, source.len()) }
+            unsafe { device::copy_to(ptr, source.as_ptr(), source.len()) }
         });
-        Ok(DONE)
+        Ok(copied.map_or_else(|error| error.code(), |()| DONE))
     }
 
     /// A copy of `length` bytes of host memory at `ptr`.
@@ -340,9 +340,9 @@ impl Engine {
         PyBytes::new_with(py, length, |copy| {
             args::copying(py, length, || {
                 // SAFETY: the caller names memory that is theirs to read; the object is not known to anybody yet.
-                unsafe { std::ptr::copy(ptr as *const u8, copy.as_mut_ptr(), length) }
-            });
-            Ok(())
+                unsafe { device::copy_from(ptr, copy.as_mut_ptr(), length) }
+            })
+            .map_err(|error| PyRuntimeError::new_err(error.to_string()))
         })
     }
 

@@ -80,6 +80,8 @@ api! {
     event_destroy = c"cuEventDestroy_v2" (usize);
     event_record = c"cuEventRecord" (usize, usize);
     event_query = c"cuEventQuery" (usize);
+    copy_in_now = c"cuMemcpyHtoD_v2" (u64, *const c_void, usize);
+    copy_out_now = c"cuMemcpyDtoH_v2" (*mut c_void, u64, usize);
     copy_in = c"cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, usize);
     copy_out = c"cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, usize);
     pin = c"cuMemHostAlloc" (*mut *mut c_void, usize, c_uint);
@@ -231,6 +233,42 @@ impl Driver {
             "unknown error".into()
         };
         Err(format!("{what}: {text} (CUDA error {code})"))
+    }
+
+    /// Copies to the device, and waits.
+    ///
+    /// # Safety
+    /// `len` bytes must be valid at both places.
+    pub(super) unsafe fn copy_in_now(
+        &self,
+        residence: Residence,
+        to: usize,
+        from: *const u8,
+        len: usize,
+    ) -> Result<(), String> {
+        self.within(residence.context, || {
+            // SAFETY: by this function's contract.
+            let code = unsafe { (self.api.copy_in_now)(to as u64, from.cast(), len) };
+            self.check("cuMemcpyHtoD", code)
+        })
+    }
+
+    /// Copies from the device, and waits.
+    ///
+    /// # Safety
+    /// As for `copy_in_now`.
+    pub(super) unsafe fn copy_out_now(
+        &self,
+        residence: Residence,
+        to: *mut u8,
+        from: usize,
+        len: usize,
+    ) -> Result<(), String> {
+        self.within(residence.context, || {
+            // SAFETY: by this function's contract.
+            let code = unsafe { (self.api.copy_out_now)(to.cast(), from as u64, len) };
+            self.check("cuMemcpyDtoH", code)
+        })
     }
 
     /// Pinned host memory, which the device copies to and from by itself; `None` if there is none to be had.

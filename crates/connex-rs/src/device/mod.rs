@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use self::driver::{ContextId, Driver};
+use crate::error::{Error, ErrorKind, Result};
 
 /// What kind of memory an address names.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -61,6 +62,46 @@ pub type Prober = Box<dyn Fn(usize, usize) -> Option<Kind> + Send + Sync>;
 const THRESHOLD: &str = "UCX_ZCOPY_THRESH";
 /// Its default.
 const THRESHOLD_DEFAULT: u64 = 4096;
+
+/// Copies `len` bytes of host memory to `to`, which may be host or GPU memory. From any thread.
+///
+/// # Safety
+/// `len` bytes must be valid at both places.
+///
+/// # Errors
+/// `Transport` with the driver's words; never for host memory.
+pub unsafe fn copy_to(to: usize, from: *const u8, len: usize) -> Result<()> {
+    if let Some(driver) = Driver::known()
+        && let Some(residence) = driver.residence(to)
+    {
+        // SAFETY: by this function's contract.
+        return unsafe { driver.copy_in_now(residence, to, from, len) }
+            .map_err(|text| Error::new(ErrorKind::Transport, text));
+    }
+    // SAFETY: by this function's contract; the two may overlap.
+    unsafe { std::ptr::copy(from, to as *mut u8, len) };
+    Ok(())
+}
+
+/// Copies `len` bytes at `from`, which may be host or GPU memory, to host memory. From any thread.
+///
+/// # Safety
+/// As for `copy_to`.
+///
+/// # Errors
+/// As for `copy_to`.
+pub unsafe fn copy_from(from: usize, to: *mut u8, len: usize) -> Result<()> {
+    if let Some(driver) = Driver::known()
+        && let Some(residence) = driver.residence(from)
+    {
+        // SAFETY: by this function's contract.
+        return unsafe { driver.copy_out_now(residence, to, from, len) }
+            .map_err(|text| Error::new(ErrorKind::Transport, text));
+    }
+    // SAFETY: by this function's contract; the two may overlap.
+    unsafe { std::ptr::copy(from as *const u8, to, len) };
+    Ok(())
+}
 
 /// What an engine knows of devices.
 pub(crate) struct Devices {

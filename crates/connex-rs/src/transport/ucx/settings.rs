@@ -31,7 +31,7 @@ pub struct Facts {
     pub interface: Option<String>,
     /// The host's usable RDMA ports.
     pub rdma: Vec<RdmaDevice>,
-    /// A CUDA driver is there, so GPU memory may come.
+    /// A CUDA driver is there, so UCX may be given GPU memory.
     pub cuda: bool,
 }
 
@@ -172,18 +172,14 @@ fn with_rdma(add: &mut Adder<'_>) {
 
 fn without_rdma(add: &mut Adder<'_>, tls: &Allowed, pinned: bool) {
     let shared_memory = add.plan.shared_memory;
-    let cuda = add.facts.cuda && tls.names("cuda_copy");
+    // The engine stages GPU memory itself, so UCX sees none of it unless its user wants that.
+    let cuda = add.facts.cuda && !tls.is_default() && tls.names("cuda_copy");
     if tls.is_default() {
-        let value = match (shared_memory, cuda) {
-            (true, true) => "tcp,posix,cuda",
-            (true, false) => "tcp,posix",
-            (false, true) => "tcp,cuda",
-            (false, false) => "tcp",
-        };
+        let value = if shared_memory { "tcp,posix" } else { "tcp" };
         add.plain(
             "TLS",
             value,
-            "no RDMA here; and never sysv, by which a stranger's process can crash this one",
+            "no RDMA here, and GPU memory is staged by the engine; never sysv, by which a stranger's process can crash this one",
         );
     }
     if shared_memory {
@@ -206,7 +202,7 @@ fn without_rdma(add: &mut Adder<'_>, tls: &Allowed, pinned: bool) {
             "messages over TCP alone: protocol v1 connects in a fifth of the time",
         );
     }
-    if (!shared_memory && !add.facts.cuda) || pinned {
+    if (!shared_memory && !cuda) || pinned {
         add.plain(
             "CM_USE_ALL_DEVICES",
             "n",
