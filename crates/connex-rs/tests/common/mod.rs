@@ -16,7 +16,7 @@ pub(crate) const LONG: Option<Duration> = Some(Duration::from_secs(60));
 pub(crate) enum Net {
     /// The built-in transport.
     Tcp,
-    /// UCX: shared memory between processes of one host where the version can, or what `CONNEX_RS_TEST_TLS` names.
+    /// UCX: over TCP, or what `CONNEX_RS_TEST_TLS` names.
     Ucx,
 }
 
