@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use connex_rs::identity::Incarnation;
-use connex_rs::wire::{self, GoodbyeCode, Greet, Greeting, Message, MsgPiece, Piece};
+use connex_rs::wire::{self, GoodbyeCode, Greet, Greeting, Message, MsgPiece, Piece, RefusalCode};
 use connex_rs::{Config, Engine, LogicalId, TransportChoice};
 
 const LEN: usize = 64 << 10;
@@ -579,6 +579,37 @@ fn the_secret_cannot_be_gone_round() {
             );
             std::thread::yield_now();
         }
+    });
+}
+
+#[test]
+fn another_protocol_version_is_told_so() {
+    besieged(None, |victim, _| {
+        let mut raw = Raw::to(victim);
+        let (hello, body) = Raw::hello(9, victim, 3);
+        let mut frame = Raw::frame(&hello, &body);
+        // After the prefix of eight bytes comes the kind, then the version.
+        frame[9] = wire::VERSION + 1;
+        raw.0.write_all(&frame).expect("the hello");
+        let (refusal, text) = raw.next().expect("a refusal");
+        assert!(
+            matches!(
+                refusal,
+                Message::Refusal {
+                    why: RefusalCode::Version,
+                    ..
+                }
+            ),
+            "{refusal:?}"
+        );
+        let text = String::from_utf8(text).expect("text");
+        let both = format!(
+            "version {} where this engine speaks {}",
+            wire::VERSION + 1,
+            wire::VERSION
+        );
+        assert!(text.contains(&both), "{text}");
+        raw.expect_closed("another version");
     });
 }
 

@@ -262,8 +262,6 @@ pub enum GoodbyeCode {
     GivenUp,
     /// A newer life of our identity took our place.
     Superseded,
-    /// The other side lost this link and has made a new one.
-    Replaced,
 }
 
 macro_rules! codes {
@@ -291,7 +289,7 @@ codes!(RefusalCode {
     Closing = 5,
     Busy = 6,
 });
-codes!(GoodbyeCode { Closed = 1, GivenUp = 2, Superseded = 3, Replaced = 4 });
+codes!(GoodbyeCode { Closed = 1, GivenUp = 2, Superseded = 3 });
 
 const HELLO: u8 = 1;
 const CHALLENGE: u8 = 2;
@@ -499,6 +497,17 @@ fn parse<T: FromBytes + KnownLayout + Immutable + Unaligned>(head: &[u8]) -> Res
             head[0]
         ))
     })
+}
+
+/// The protocol version of a greeting that this engine does not speak; `None` for any other head.
+///
+/// The kind, the version and the magic number stay in their places in every version, and so does a refusal, so that
+/// engines of different releases can tell each other why they part.
+pub fn foreign_version(head: &[u8]) -> Option<u8> {
+    const AT: usize = std::mem::offset_of!(GreetHead, magic);
+    let magic = head.get(AT..AT + MAGIC.len())?;
+    let version = *head.get(std::mem::offset_of!(GreetHead, version))?;
+    (head[0] == HELLO && magic == MAGIC && version != VERSION).then_some(version)
 }
 
 fn parse_greet(head: &[u8]) -> Result<Greet, Refuse> {

@@ -466,7 +466,7 @@ impl Core {
         }
     }
 
-    fn refuse_stranger(&mut self, conn: ConnId, why: RefusalCode, text: &str) {
+    pub(super) fn refuse_stranger(&mut self, conn: ConnId, why: RefusalCode, text: &str) {
         self.stranger_refused(text);
         self.send_with(
             conn,

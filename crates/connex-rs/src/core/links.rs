@@ -536,7 +536,7 @@ impl Core {
         }
         let why = match why {
             GoodbyeCode::Closed => Why::Goodbye,
-            GoodbyeCode::GivenUp | GoodbyeCode::Replaced => Why::GivenUp,
+            GoodbyeCode::GivenUp => Why::GivenUp,
             GoodbyeCode::Superseded => Why::Superseded { by },
         };
         entry.farewell = Some((why, text.to_owned()));

@@ -11,7 +11,7 @@ use super::{Core, Flag, Incoming, SMALL, Stage, Stream};
 use crate::region::{Denied, Direction, Granted};
 use crate::transfer::Work;
 use crate::transport::{ConnId, Gone, Place, Received, Refuse, Target, Upcalls};
-use crate::wire::{self, MAX_TEXT, Message, Piece};
+use crate::wire::{self, MAX_TEXT, Message, Piece, RefusalCode};
 
 /// Reads of one peer that may wait for their answers. An honest engine asks for fewer at a time
 /// ([`super::operations::MAX_READS_OUT`]).
@@ -67,6 +67,16 @@ impl Upcalls for Core {
             return Ok(Place::Discard);
         }
         let live = entry.stage == Stage::Live;
+        if entry.stage == Stage::Stranger
+            && let Some(version) = wire::foreign_version(head)
+        {
+            let text = format!(
+                "protocol version {version} where this engine speaks {}: run the same release on both sides",
+                wire::VERSION
+            );
+            self.refuse_stranger(conn, RefusalCode::Version, &text);
+            return Ok(Place::Discard);
+        }
         let message = wire::decode(head)?;
         match message {
             Message::Hello(_)
