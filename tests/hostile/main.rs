@@ -2,7 +2,7 @@
 //! engine serves its real peer, keeps its memory, and stays small.
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -577,6 +577,72 @@ fn the_secret_cannot_be_gone_round() {
                 begun.elapsed() < std::time::Duration::from_secs(20),
                 "the real peer's link is not up"
             );
+            std::thread::yield_now();
+        }
+    });
+}
+
+/// Carries one connection to `victim`; the address to dial, and what its dialler says.
+fn overheard(victim: &Engine) -> (std::net::SocketAddr, std::sync::mpsc::Receiver<Vec<u8>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+    let at = listener.local_addr().expect("bound");
+    let port = victim.port();
+    let (told, heard) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let (mut near, _) = listener.accept().expect("a dialler");
+        let mut far = TcpStream::connect(("127.0.0.1", port)).expect("the victim");
+        let (mut back_from, mut back_to) = (
+            far.try_clone().expect("a descriptor"),
+            near.try_clone().expect("a descriptor"),
+        );
+        std::thread::spawn(move || std::io::copy(&mut back_from, &mut back_to));
+        let mut bytes = [0; 4096];
+        while let Ok(n @ 1..) = near.read(&mut bytes) {
+            let _ = told.send(bytes[..n].to_vec());
+            if far.write_all(&bytes[..n]).is_err() {
+                return;
+            }
+        }
+    });
+    (at, heard)
+}
+
+#[test]
+fn a_handshake_that_was_overheard_opens_nothing() {
+    let secret = &b"a secret of 20 bytes"[..];
+    besieged(Some(secret), |victim, region| {
+        let (at, heard) = overheard(victim);
+        let honest = engine(7, Some(secret));
+        let here = buffer(0, LEN);
+        let url = format!("{at}#{}", victim.id());
+        // SAFETY: leaked.
+        unsafe {
+            let any = Some(Duration::from_secs(20));
+            honest.read(&url, here, region as u64, LEN, any)
+        }
+        .expect("a read through the relay");
+        // Hello, proof, confirm and the read itself, as they were said.
+        let said: Vec<u8> = heard.try_iter().flatten().collect();
+        for gone in [false, true] {
+            if gone {
+                honest.close();
+            }
+            let before = victim.stats().strangers_refused;
+            let mut raw = Raw::to(victim);
+            let _ = raw.0.write_all(&said);
+            while let Some((message, _)) = raw.next() {
+                assert!(
+                    matches!(message, Message::Challenge { .. } | Message::Refusal { .. }),
+                    "{message:?}"
+                );
+            }
+            assert!(victim.stats().strangers_refused > before, "not counted");
+            assert_eq!(honest.stats().failures, 0, "the honest peer was disturbed");
+        }
+        // Its goodbye may still be on its way.
+        let begun = Instant::now();
+        while victim.stats().live_peers != 1 {
+            assert!(begun.elapsed() < Duration::from_secs(20), "a link too many");
             std::thread::yield_now();
         }
     });
