@@ -80,6 +80,9 @@ pub(crate) struct LocalArgs {
     /// Address of this host that both processes use, as 127.0.0.1 or ::1
     #[arg(long, value_parser = ip)]
     pub(crate) ip: String,
+    /// The owner's memory is that of this CUDA device
+    #[arg(long, value_name = "D")]
+    pub(crate) gpu_owner: Option<u32>,
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
     #[command(flatten)]
@@ -97,6 +100,9 @@ pub(crate) struct OwnerArgs {
     /// Offer enough memory for 64 MB transfers (576 MiB instead of 192 MiB)
     #[arg(long)]
     pub(crate) large: bool,
+    /// Offer memory of this CUDA device
+    #[arg(long, value_name = "D")]
+    pub(crate) gpu_owner: Option<u32>,
     /// Print one line of JSON instead of text
     #[arg(long)]
     pub(crate) json: bool,
@@ -133,6 +139,9 @@ pub(crate) struct MeasureArgs {
     /// Add 64 MB transfers
     #[arg(long)]
     pub(crate) large: bool,
+    /// The reader's memory is that of this CUDA device
+    #[arg(long, value_name = "D", conflicts_with = "verify_chain")]
+    pub(crate) gpu_reader: Option<u32>,
     /// Operations per point
     #[arg(long, default_value_t = 3000, value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
     pub(crate) iterations: u64,

@@ -12,6 +12,7 @@ mod channels;
 mod cli;
 mod control;
 mod faults;
+mod gpu;
 mod machine;
 mod measure;
 mod owner;

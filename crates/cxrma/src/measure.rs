@@ -16,7 +16,7 @@ use crate::control::{Control, ECHO, HEADER, PATIENCE, Peer, Request, SWALLOW};
 use crate::report::{Op, Row, size};
 use crate::steps::Steps;
 use crate::times::{Recorder, Repeat};
-use crate::{channels, machine, pattern, peers, verify};
+use crate::{channels, gpu, machine, pattern, peers, verify};
 
 /// Ranges of a batch.
 const BATCH: usize = 10_000;
@@ -96,7 +96,7 @@ impl<'a> Session<'a> {
             need.div_ceil(1 << 20),
             offered >> 20
         );
-        let local = engine.allocate_managed_buffer(need)?;
+        let local = gpu::allocate(engine, args.gpu_reader, need)?;
         Ok(Self {
             engine,
             engine_args,
@@ -233,12 +233,12 @@ impl<'a> Session<'a> {
                         seed,
                     })?;
                     // SAFETY: in our buffer (sized by `new`), which no transfer uses now.
-                    unsafe { pattern::poison(self.local + offset, bytes) };
+                    unsafe { pattern::poison(self.local + offset, bytes) }?;
                 }
                 Op::Write => {
                     self.control.tell(&Request::Poison { offset, len: bytes })?;
                     // SAFETY: as above.
-                    unsafe { pattern::fill(self.local + offset, bytes, seed) };
+                    unsafe { pattern::fill(self.local + offset, bytes, seed) }?;
                 }
             }
         }
@@ -259,7 +259,7 @@ impl<'a> Session<'a> {
             let (offset, seed) = (slot * stride(bytes), first + slot as u64);
             let found = match op {
                 // SAFETY: in our buffer, which no transfer uses now.
-                Op::Read => unsafe { pattern::check(self.local + offset, bytes, seed) }.err(),
+                Op::Read => unsafe { pattern::check(self.local + offset, bytes, seed) }?,
                 Op::Write => self.control.check(offset, bytes, seed)?,
             };
             if let Some(mismatch) = found {
@@ -401,8 +401,8 @@ impl<'a> Session<'a> {
         })?;
         // SAFETY: in our buffer, which no transfer uses now.
         unsafe {
-            pattern::fill(self.local, payload, seed);
-            pattern::fill(self.local + end, rest, seed);
+            pattern::fill(self.local, payload, seed)?;
+            pattern::fill(self.local + end, rest, seed)?;
         }
         let (engine, url) = (self.engine, self.control.url);
         let send = || {

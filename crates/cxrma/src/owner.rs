@@ -1,15 +1,14 @@
 //! The owner: offers memory, and does what readers ask of it.
 
 use std::io::Write as _;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Context as _;
-use connex_rs::{Engine, Recipient};
+use connex_rs::{Engine, Recipient, device};
 use serde::{Deserialize, Serialize};
 
 use crate::cli::{LARGE, OwnerArgs};
 use crate::control::{Answer, CONTROL, ECHO, HEADER, MAGIC, MAX_PEERS, Request, VERSION, encode};
-use crate::{channels, pattern, peers, verify};
+use crate::{channels, gpu, pattern, peers, verify};
 
 /// Model name of owners.
 pub(crate) const MODEL: &str = "cxrma-owner";
@@ -36,12 +35,10 @@ pub(crate) fn run(args: &OwnerArgs) -> anyhow::Result<()> {
         .with_context(|| format!("cannot start the owner on {}", args.ip))?;
     // Room for eight in flight of the largest size, and a page more each where a size is not whole pages.
     let bytes = if args.large { 9 * LARGE } else { 192 << 20 };
-    let base = engine.allocate_managed_buffer(HEADER + bytes)?;
-    for (index, word) in [MAGIC, VERSION, bytes as u64].into_iter().enumerate() {
-        // SAFETY: in the header of our own buffer.
-        unsafe { AtomicU64::from_ptr((base + index * 8) as *mut u64) }
-            .store(word, Ordering::Release);
-    }
+    let base = gpu::allocate(&engine, args.gpu_owner, HEADER + bytes)?;
+    let header = [MAGIC, VERSION, bytes as u64];
+    // SAFETY: the header of our own buffer, which nobody knows of yet.
+    unsafe { device::copy_to(base, header.as_ptr().cast(), size_of_val(&header)) }?;
     let offer = Offer {
         url: engine.local_url().to_owned(),
         addr: format!("{base:#x}"),
@@ -129,21 +126,19 @@ impl Owner<'_> {
             Request::Fill { offset, len, seed } => {
                 let addr = self.range(offset, len)?;
                 // SAFETY: checked above: whole words inside our buffer, which lives as long as the engine.
-                unsafe { pattern::fill(addr, len, seed) };
+                unsafe { pattern::fill(addr, len, seed) }?;
                 Ok(Answer::Done)
             }
             Request::Poison { offset, len } => {
                 let addr = self.range(offset, len)?;
                 // SAFETY: as above.
-                unsafe { pattern::poison(addr, len) };
+                unsafe { pattern::poison(addr, len) }?;
                 Ok(Answer::Done)
             }
             Request::Check { offset, len, seed } => {
                 let addr = self.range(offset, len)?;
                 // SAFETY: as above.
-                Ok(Answer::Checked(
-                    unsafe { pattern::check(addr, len, seed) }.err(),
-                ))
+                Ok(Answer::Checked(unsafe { pattern::check(addr, len, seed) }?))
             }
             Request::Peers {
                 count,
@@ -170,6 +165,10 @@ impl Owner<'_> {
                 Ok(Answer::Done)
             }
             Request::Watch => {
+                anyhow::ensure!(
+                    self.args.gpu_owner.is_none(),
+                    "chains are consumed by the processor: --verify-chain needs an owner without --gpu-owner"
+                );
                 self.watch = None;
                 let base = self.range(0, verify::BYTES)?;
                 // SAFETY: the range is in our buffer, which outlives the watch: it is dropped before the engine is.

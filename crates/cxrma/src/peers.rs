@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail};
 use connex_rs::{Engine, Range, now_ns};
 
 use crate::cli::{EngineArgs, PeersArgs};
@@ -39,7 +39,7 @@ pub(crate) fn start(
                 .with_context(|| format!("cannot start engine {replica} of {count}"))?;
             let addr = started.allocate_managed_buffer(Peer::BYTES)?;
             // SAFETY: a page that was just allocated and lives until the engine closes.
-            unsafe { pattern::fill(addr, Peer::BYTES, Peer::SEED) };
+            unsafe { pattern::fill(addr, Peer::BYTES, Peer::SEED) }?;
             let peer = Peer {
                 url: started.local_url().to_owned(),
                 addr: addr as u64,
@@ -81,7 +81,7 @@ pub(crate) fn chain(engine: &Engine, peer: &Peer) -> anyhow::Result<()> {
     let mut page = Page::new();
     let from = page.0.as_mut_ptr() as usize;
     // SAFETY: the page is ours and whole words long.
-    unsafe { pattern::fill(from, Peer::BYTES, Peer::SEED) };
+    unsafe { pattern::fill(from, Peer::BYTES, Peer::SEED) }?;
     let ranges: Vec<Range> = CUTS
         .windows(2)
         .map(|cut| Range {
@@ -108,13 +108,11 @@ pub(crate) fn chain(engine: &Engine, peer: &Peer) -> anyhow::Result<()> {
 /// If it does not.
 pub(crate) fn check(page: &Page) -> anyhow::Result<()> {
     // SAFETY: the page is ours and whole words long.
-    let checked = unsafe { pattern::check(page.0.as_ptr() as usize, Peer::BYTES, Peer::SEED) };
-    ensure!(
-        checked.is_ok(),
-        "wrong bytes were read {}",
-        checked.err().map(|m| m.to_string()).unwrap_or_default()
-    );
-    Ok(())
+    let wrong = unsafe { pattern::check(page.0.as_ptr() as usize, Peer::BYTES, Peer::SEED) }?;
+    match wrong {
+        None => Ok(()),
+        Some(mismatch) => bail!("wrong bytes were read {mismatch}"),
+    }
 }
 
 /// Memory for one read.

@@ -62,6 +62,9 @@ impl OwnerProcess {
         if args.measure.large {
             command.arg("--large");
         }
+        if let Some(device) = args.gpu_owner {
+            command.args(["--gpu-owner", &device.to_string()]);
+        }
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -1,5 +1,9 @@
 //! The program as people and scripts run it: its arguments, its JSON, and that it notices what is wrong.
 
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[path = "../../connex-rs/tests/common/stand_in.rs"]
+mod stand_in;
+
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -539,4 +543,50 @@ fn faults_are_measured_and_nothing_grows() {
         (Some(8), Some(0)),
         "{heartbeats}"
     );
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_a_plain_sentence() {
+    // No host has that many.
+    for args in [
+        &["owner", "--ip", IP, "--gpu-owner", "9999"][..],
+        &[
+            "local",
+            "--ip",
+            IP,
+            "--gpu-reader",
+            "9999",
+            "--only",
+            "latency",
+        ][..],
+    ] {
+        let output = cxrma(args);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {said}");
+        assert!(said.contains("There is no GPU 9999 on this host"), "{said}");
+        assert!(!said.contains("panicked"), "{said}");
+    }
+}
+
+/// On the stand-in driver, as on a GPU: what is measured is also compared byte by byte.
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[test]
+fn gpu_memory_is_measured_and_verified() {
+    let mut args = vec!["local", "--ip", IP, "--transport", "tcp"];
+    args.extend(["--gpu-owner", "0", "--gpu-reader", "1", "--sizes", "4K,1M"]);
+    args.extend([
+        "--only",
+        "latency,stream,chain",
+        "--iterations",
+        "20",
+        "--json",
+    ]);
+    let output = Command::new(env!("CARGO_BIN_EXE_cxrma"))
+        .args(&args)
+        .env("LD_LIBRARY_PATH", stand_in::build())
+        .output()
+        .expect("the program starts");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(report["problems"], Value::Array(Vec::new()), "{report}");
 }
