@@ -149,9 +149,9 @@ fn besieged(secret: Option<&[u8]>, attack: impl FnOnce(&Engine, usize)) {
     std::thread::scope(|scope| {
         let served = scope.spawn(|| {
             let here = buffer(0, LEN);
-            let mut served = 0;
+            let mut small = Vec::new();
             let any = Some(Duration::from_secs(20));
-            while !end.load(Ordering::Relaxed) || served == 0 {
+            while !end.load(Ordering::Relaxed) || small.is_empty() {
                 // SAFETY: leaked memory on both sides.
                 unsafe {
                     let url = victim.local_url();
@@ -161,17 +161,28 @@ fn besieged(secret: Option<&[u8]>, attack: impl FnOnce(&Engine, usize)) {
                     friend
                         .write(url, here, region as u64, LEN, any)
                         .expect("a write");
+                    let start = Instant::now();
+                    friend
+                        .read(url, here, region as u64, 4096, any)
+                        .expect("a small read");
+                    small.push(start.elapsed());
                 }
-                served += 1;
                 std::thread::sleep(Duration::from_millis(1));
             }
-            served
+            small
         });
         let attack = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             attack(&victim, region);
         }));
         end.store(true, Ordering::Relaxed);
-        assert!(served.join().expect("the friend was served") > 0);
+        let mut small = served.join().expect("the friend was served");
+        small.sort_unstable();
+        println!(
+            "{} reads of 4 KB by the real peer meanwhile: median {:?}, longest {:?}",
+            small.len(),
+            small[small.len() / 2],
+            small[small.len() - 1]
+        );
         if let Err(panic) = attack {
             std::panic::resume_unwind(panic);
         }
@@ -313,6 +324,45 @@ fn frames_that_break_the_rules_end_their_connection_only() {
             let _ = raw.0.write_all(&bytes);
             raw.expect_closed("garbage of a stranger");
         }
+    });
+}
+
+#[test]
+fn the_request_of_another_cannot_be_answered() {
+    besieged(None, |victim, _| {
+        let (mut honest, mut liar) = (Raw::linked(victim, 20), Raw::linked(victim, 21));
+        let here = buffer(0xaa, 64);
+        // SAFETY: leaked.
+        let transfer = unsafe {
+            let url = format!("127.0.0.1:9#{}", id(20));
+            victim.get(&url, here, 0x1000, 64, Some(Duration::from_secs(20)))
+        }
+        .expect("a get");
+        let (req, elem) = loop {
+            match honest.next().expect("the request").0 {
+                Message::Read { req, elem, .. } => break (req, elem),
+                Message::Ping { .. } => {}
+                other => panic!("{other:?}"),
+            }
+        };
+        let answer = Message::Data {
+            req,
+            elem,
+            offset: 0,
+        };
+        liar.send(&answer, &[0xbb; 64]);
+        liar.expect_closed("an answer to the request of another");
+        let done = Message::Done { req, code: 0, elem };
+        let mut liar = Raw::linked(victim, 22);
+        liar.send(&done, &[]);
+        liar.expect_closed("the end of the request of another");
+        assert!(is_all(here, 64, 0xaa) && !transfer.done());
+        honest.send(&answer, &[0x20; 64]);
+        transfer
+            .wait(Some(Duration::from_secs(20)))
+            .expect("an end")
+            .expect("the honest answer");
+        assert!(is_all(here, 64, 0x20));
     });
 }
 
@@ -462,7 +512,11 @@ fn messages_beyond_the_credit_end_the_link() {
 fn thousands_of_half_open_connections_are_bounded() {
     besieged(None, |victim, _| {
         let mut held = Vec::new();
-        let count = 1500;
+        let count = if std::env::var_os("CONNEX_SOAK").is_some_and(|v| v == "1") {
+            10_000
+        } else {
+            1500
+        };
         for n in 0..count {
             let mut raw = Raw::to(victim);
             // Some say nothing, some half a prefix, some a hello without an end.
