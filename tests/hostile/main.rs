@@ -138,6 +138,7 @@ impl Raw {
 }
 
 /// Runs `attack` on an engine while its real peer reads and writes; neither may notice.
+#[expect(clippy::print_stdout, reason = "the figures are for a soak's reader")]
 fn besieged(secret: Option<&[u8]>, attack: impl FnOnce(&Engine, usize)) {
     let (victim, friend) = (engine(0, secret), engine(1, secret));
     let outside = buffer(0xcc, LEN);
