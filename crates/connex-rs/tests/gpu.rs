@@ -10,11 +10,13 @@ mod stand_in;
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use common::{LONG, Memory, Net, config, engine, expect_failed, link, read, wait_for, write};
-use connex_rs::{Engine, EventKind, LogicalId, Range};
+use connex_rs::channel::{Element, OwnedArray};
+use connex_rs::{ChannelConfig, Engine, EventKind, LogicalId, Range};
 use gpu::{Context, Device, Gpu, Sort};
 
 /// Around every threshold: the zero-copy one, small and bulk, pieces of each transport.
@@ -221,6 +223,7 @@ fn cases(gpu: Gpu, net: Net) {
     from_any_thread(&pair);
     signals(&pair);
     chains(&pair);
+    channels(&pair);
     many_at_once(&pair);
     wrong_ranges(&pair);
     let staged = pair.near.stats().staged_bytes + pair.far.stats().staged_bytes;
@@ -398,6 +401,40 @@ fn chains(pair: &Pair) {
     for addr in [data.addr(), flag.addr(), other.addr()] {
         pair.far.unregister_memory(addr).expect("there");
     }
+}
+
+/// Steps whose arrays lie on a device, beside ones of the host.
+fn channels(pair: &Pair) {
+    let len = 300 << 10;
+    let config = ChannelConfig {
+        slots: 4,
+        slot_bytes: 1 << 20,
+    };
+    let sender = pair
+        .near
+        .channel(pair.far.local_url(), "steps", config)
+        .expect("sound");
+    let receiver = pair
+        .far
+        .accept_channel(Some("steps"), LONG)
+        .expect("opened");
+    for corr in 0..20u64 {
+        let bytes = pattern(len, 300 + corr as usize);
+        let device = Arc::new(pair.gpu.memory(Sort::Device, pair.first, len));
+        device.write(0, &bytes);
+        let addr = device.addr();
+        // SAFETY: the array keeps the memory, which nobody changes.
+        let array = unsafe { OwnedArray::from_raw(u8::DTYPE, &[len], addr, len, device) };
+        let small = OwnedArray::of(vec![corr; 16], &[16]).expect("sound");
+        sender
+            .send_owned(&[array.expect("sound"), small], corr, LONG)
+            .expect("sent");
+        let step = receiver.recv(LONG).expect("in time").expect("a step");
+        assert_eq!(step.corr(), corr);
+        assert!(step[0].bytes() == bytes, "step {corr}");
+        assert_eq!(step[1].elements::<u64>(), Some(&[corr; 16][..]));
+    }
+    sender.close();
 }
 
 /// Host and device ranges in one operation, and more operations than staging buffers.
