@@ -14,6 +14,7 @@ mod licences;
 mod place;
 mod process;
 mod python;
+mod rdma;
 mod readme;
 mod rust;
 mod steps;
@@ -67,6 +68,8 @@ enum Chore {
     },
     /// Measures connex-rs side by side with plain sockets, ucx_perftest, Mooncake and NIXL; for an idle machine
     BenchPeers(bench_peers::Args),
+    /// Runs tests over RDMA, in a small virtual machine with Soft-RoCE devices
+    TestRdma(rdma::Args),
     /// Runs the tests with the full counts: hours, for an idle machine
     Soak,
     /// Regenerates crates/connex-ucx/src/sys/bindings.rs from UCX's headers (needs libclang)
@@ -102,6 +105,7 @@ fn run(chore: Chore) -> Result<ExitCode> {
         }
         Chore::Demo { transport } => demo::run(&place, transport)?,
         Chore::BenchPeers(args) => bench_peers::run_all(&place, &args)?,
+        Chore::TestRdma(args) => rdma::test(&place, &args)?,
         Chore::Soak => soak()?,
         Chore::Bindings { headers, check } => regenerate(&place, headers, check)?,
     }
