@@ -229,6 +229,9 @@ pub enum Notice {
     Dumping,
     /// It made no progress for this many milliseconds: a suspicion.
     Stalled(u32),
+    /// Its engine lives and gave the link up after a time-out: a suspicion. Said by the engine itself, where the connection can
+    /// no longer carry it.
+    GivenUp,
 }
 
 /// Encodes a datagram.
@@ -237,6 +240,7 @@ pub fn encode(notice: Notice, life: (u64, u64), token: &[u8; 16]) -> [u8; DATAGR
         Notice::Died => (1, 0),
         Notice::Dumping => (2, 0),
         Notice::Stalled(ms) => (3, ms),
+        Notice::GivenUp => (4, 0),
     };
     let mut bytes = [0; DATAGRAM];
     bytes[..4].copy_from_slice(&MAGIC);
@@ -265,6 +269,7 @@ pub fn decode(bytes: &[u8]) -> Option<(Notice, (u64, u64), [u8; 16])> {
         (1, Ok(0)) => Notice::Died,
         (2, Ok(0)) => Notice::Dumping,
         (3, Ok(ms)) => Notice::Stalled(ms),
+        (4, Ok(0)) => Notice::GivenUp,
         _ => return None,
     };
     let mut token = [0; 16];

@@ -42,13 +42,7 @@ on_every_transport!(
     a_handle_dropped_without_close_ends_cleanly,
     addresses_that_cannot_be_are_explained,
     other_kinds_of_hosts_work,
-);
-
-// UCX drops what is queued when a connection is given up, so its peer is not told that it is suspected.
-on_transport!(
-    tcp_only,
-    Tcp,
-    [a_timeout_of_a_write_is_a_suspicion_on_both_sides]
+    a_timeout_of_a_write_is_a_suspicion_on_both_sides,
 );
 
 fn wrong_addresses_are_refused_and_cost_nothing(net: Net) {

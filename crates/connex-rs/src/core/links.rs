@@ -393,6 +393,9 @@ impl Core {
                 .with_peer(&self.peers[peer].id),
         };
         if self.peers[peer].live == Some(conn) {
+            if how == How::Suspected {
+                self.shared.seat.tell_given_up(conn);
+            }
             self.peers[peer].live = None;
             self.shared.counters.live_peers.sub_one();
             self.shared.paths.lock().remove(&*self.peers[peer].id);
@@ -480,6 +483,7 @@ impl Core {
                 );
                 self.suspect(conn, reason);
             }
+            Notice::GivenUp => self.on_goodbye(conn, GoodbyeCode::GivenUp, NOBODY, ""),
         }
     }
 
@@ -509,6 +513,8 @@ impl Core {
             link.bulk.clear();
         }
         if live && why.is_suspicion() {
+            // Twice: a frame stays in order with what was sent, and is dropped with it where the transport closes by force.
+            self.shared.seat.tell_given_up(conn);
             self.send(
                 conn,
                 &Message::Goodbye {
@@ -586,6 +592,11 @@ impl Core {
         let (why, said) = match (entry.verdict, entry.farewell, gone) {
             (Some(verdict), _, _) => (verdict.why, verdict.reason),
             (_, Some((why, _)), _) => (why, None),
+            (_, _, Gone::EndOfStream | Gone::Reset { .. })
+                if entry.stage == Stage::Live && self.shared.seat.was_given_up(conn) =>
+            {
+                (Why::GivenUp, None)
+            }
             (_, _, Gone::TimedOut { .. }) if dialling => (
                 Why::Timeout,
                 Some("connect timeout: no answer from the network".to_owned()),

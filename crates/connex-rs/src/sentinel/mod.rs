@@ -66,6 +66,8 @@ pub(crate) struct Seat {
 /// A live link.
 struct Placed {
     issued: Option<[u8; 16]>,
+    /// Where the peer listens for news of us.
+    theirs: Option<(SocketAddr, [u8; 16])>,
     entry: Option<u32>,
 }
 
@@ -180,8 +182,32 @@ impl Seat {
             }
             _ => None,
         };
-        links.insert(conn, Placed { issued, entry });
+        links.insert(
+            conn,
+            Placed {
+                issued,
+                theirs,
+                entry,
+            },
+        );
         !full
+    }
+
+    /// Tells the peer of a link that this engine gives it up after a time-out. A datagram that is lost costs the peer the word
+    /// "timeout": it takes the end of the connection for a death, where the connection does not say it either.
+    pub(crate) fn tell_given_up(&self, conn: ConnId) {
+        let theirs = self.links.lock().get(&conn).and_then(|link| link.theirs);
+        if let (Some(post), Some((to, token))) = (&self.post, theirs) {
+            let life = (self.life.start_ns, self.life.random);
+            let datagram = program::encode(Notice::GivenUp, life, &token);
+            // Not blocking; what the system cannot take now is lost.
+            let _ = post.socket().send_to(&datagram, to);
+        }
+    }
+
+    /// Whether the peer of a live link said that it gives the link up.
+    pub(crate) fn was_given_up(&self, conn: ConnId) -> bool {
+        self.post.as_ref().and_then(|post| post.heard(conn)) == Some(Notice::GivenUp)
     }
 
     /// A link is no more, or about to be closed: no obituary is sent for it, and none is believed.

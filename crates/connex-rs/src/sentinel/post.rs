@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rand::RngCore;
 
-use super::program::{self, DATAGRAM};
+use super::program::{self, DATAGRAM, Notice};
 use crate::core::Command;
 use crate::fork::Private;
 use crate::identity::Incarnation;
@@ -36,6 +36,8 @@ pub(crate) struct Post {
     hub: OnceLock<Weak<Hub>>,
     /// Live links by the first half of their token: random numbers that we drew.
     issued: Mutex<HashMap<u64, Issued>>,
+    /// The last that was heard of live links.
+    heard: Mutex<HashMap<ConnId, Notice>>,
     flood: Mutex<Flood>,
 }
 
@@ -72,6 +74,7 @@ impl Post {
             socket,
             hub: OnceLock::new(),
             issued: Mutex::default(),
+            heard: Mutex::default(),
             flood: Mutex::new(Flood {
                 since: Instant::now(),
                 unknown: 0,
@@ -98,7 +101,15 @@ impl Post {
     }
 
     pub(super) fn forget(&self, token: &[u8; 16]) {
-        self.issued.lock().remove(&first_half(token));
+        if let Some(issued) = self.issued.lock().remove(&first_half(token)) {
+            self.heard.lock().remove(&issued.conn);
+        }
+    }
+
+    /// What has been heard of a live link, also what nobody has read yet.
+    pub(super) fn heard(&self, conn: ConnId) -> Option<Notice> {
+        self.read(Instant::now());
+        self.heard.lock().get(&conn).copied()
     }
 
     /// Reads what has come, not more than a burst of it.
@@ -124,7 +135,10 @@ impl Post {
                 Err(_) => continue,
             };
             match self.recognise(&bytes[..len]) {
-                Some((conn, notice)) => hub.notify(Command::Obituary { conn, notice }),
+                Some((conn, notice)) => {
+                    self.heard.lock().insert(conn, notice);
+                    hub.notify(Command::Obituary { conn, notice });
+                }
                 None => {
                     counters.obituaries_unknown.add_one();
                     flood.unknown += 1;
@@ -138,7 +152,7 @@ impl Post {
         }
     }
 
-    fn recognise(&self, bytes: &[u8]) -> Option<(ConnId, program::Notice)> {
+    fn recognise(&self, bytes: &[u8]) -> Option<(ConnId, Notice)> {
         let (notice, life, token) = program::decode(bytes)?;
         let issued = *self.issued.lock().get(&first_half(&token))?;
         let same_life = life == (issued.life.start_ns, issued.life.random);
@@ -168,7 +182,6 @@ fn equal(a: &[u8; 16], b: &[u8; 16]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sentinel::program::Notice;
 
     #[test]
     fn only_the_issued_token_with_its_life_is_recognised() {
