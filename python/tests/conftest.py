@@ -26,10 +26,21 @@ _models = itertools.count()
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "only_over(transport, reason): holds over this one only")
     config.addinivalue_line("filterwarnings", "error")
     # Tests send these to children, which inherit it if a shell started us with them ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(config, items):
+    def holds(item):
+        mark = item.get_closest_marker("only_over")
+        return mark is None or item.callspec.params["transport"] == mark.args[0]
+
+    others = [item for item in items if not holds(item)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if holds(item)]
 
 
 @pytest.fixture(autouse=True)

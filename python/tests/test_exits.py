@@ -330,12 +330,11 @@ assert a.stats()["failures"] == 0, "the parent's link is as it was"
 )
 
 
+@pytest.mark.only_over("tcp", reason="UCX does not survive a fork, and the child has an engine")
 @pytest.mark.parametrize(
     "child", ["sys.exit(3)", "os._exit(3)", "del a, b, here, there, reads; os._exit(3)"]
 )
-def test_fork(script, child, transport):
-    if transport == "ucx":
-        pytest.skip("UCX does not survive a fork; an engine in the child needs another transport")
+def test_fork(script, child):
     returncode, _, err = ends(script(FORKED.replace("CHILD", child) + SAY))
     assert returncode == 0, err
 
@@ -394,9 +393,8 @@ for number in os.listdir("/proc/self/fd"):
 """
 
 
-def test_no_descriptor_is_inherited(script, transport):
-    if transport == "ucx":
-        pytest.skip("UCX opens its descriptors without close-on-exec")
+@pytest.mark.only_over("tcp", reason="UCX opens its descriptors without close-on-exec")
+def test_no_descriptor_is_inherited(script):
     text = (
         "import connex_rs, subprocess, sys\n"
         "a = connex_rs.Engine('m', 0, listen_ip='127.0.0.1', transport=TRANSPORT)\n"

@@ -55,32 +55,18 @@ pub(crate) fn stubs(place: &Place) -> Result<()> {
         .env("CONNEX_RS_UCX", ucx::preferred(place)?))
 }
 
-/// The tests that run with every UCX. The others start and end engines by the hundred in one process, in which UCX
-/// itself crashes now and then when it is taken down (docs/failure-model.md).
-const OVER_UCX: &[&str] = &[
-    "python/tests/test_surface.py",
-    "python/tests/test_channel.py",
-    "python/tests/test_asyncio.py",
-    "python/tests/test_pull.py",
-    "python/tests/test_gpu.py",
-];
-
-/// The Python tests with this UCX. What does not depend on it runs with the newest only.
+/// The Python tests over this UCX; over the built-in transport with the newest only.
 pub(crate) fn tests(place: &Place, version: &str) -> Result<()> {
-    let lib = ucx::get(place, version)?.lib;
-    let environment = environment(place)?;
-    let pytest = |transport: &str, tests: &[&str]| {
-        run(environment
-            .python(place)
-            .args(["-m", "pytest"])
-            .args(tests)
-            .env("CONNEX_TEST_TRANSPORTS", transport)
-            .env("CONNEX_RS_UCX", &lib))
+    let transports = if ucx::WHEELS.last() == Some(&version) {
+        "tcp,ucx"
+    } else {
+        "ucx"
     };
-    if ucx::WHEELS.last() == Some(&version) {
-        pytest("tcp", &["python/tests"])?;
-    }
-    pytest("ucx", OVER_UCX)
+    run(environment(place)?
+        .python(place)
+        .args(["-m", "pytest", "python/tests"])
+        .env("CONNEX_TEST_TRANSPORTS", transports)
+        .env("CONNEX_RS_UCX", ucx::get(place, version)?.lib))
 }
 
 /// A Python program, with the wheel.

@@ -207,7 +207,7 @@ pub(crate) fn close(worker: &mut Worker, id: ListenerId) {
         return;
     }
     slot.closing = true;
-    match &slot.socket {
+    match &mut slot.socket {
         Some(socket) => socket.close(),
         None => tracing::debug!(
             "UCX's listening socket was not found: it listens until its worker is dropped"

@@ -1,11 +1,13 @@
 //! UCX's listening socket, which UCX itself does not let go of safely.
 //!
 //! `ucp_listener_destroy` frees the listener while connections that were accepted but have not sent their first bytes still
-//! point to it: their bytes, when they come, crash the process in UCX's own thread (seen with 1.22). And when no descriptor is
-//! left, that thread calls `accept` in vain without end. So this crate works on the socket instead: a closed listener
-//! loses its socket at once and is destroyed only together with its worker, and a paused one is taken out of the set
-//! that UCX's thread waits for. Descriptors are found through `/proc`, for UCX does not tell them.
+//! point to it: their bytes, when they come, crash the process in UCX's own thread (seen with 1.16 and 1.22). And when no
+//! descriptor is left, that thread calls `accept` in vain without end. So this crate works on the socket instead: a closed listener
+//! loses its socket at once, is destroyed only together with its worker, and before that the connections that were begun at it are
+//! ended and UCX has let go of them; and a paused one is taken out of the set that UCX's thread waits for. Descriptors are
+//! found through `/proc`, for UCX does not tell them.
 
+use std::collections::HashSet;
 use std::ffi::c_int;
 use std::fs;
 use std::net::SocketAddr;
@@ -18,6 +20,9 @@ use crate::addr;
 /// A listening socket of UCX.
 pub(crate) struct Socket {
     fd: RawFd,
+    addr: SocketAddr,
+    /// The connections that had been accepted when it was closed, by their sockets' inodes.
+    accepted: HashSet<u64>,
     /// Takes the socket's number when it is closed, so that UCX closes nothing of somebody else's later.
     spare: OwnedFd,
     set: Set,
@@ -47,7 +52,13 @@ impl Socket {
         // UCX's sockets are inherited by children, which would hold the port.
         // SAFETY: sets a flag of an open descriptor.
         unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
-        Some(Self { fd, spare, set })
+        Some(Self {
+            fd,
+            addr,
+            accepted: HashSet::new(),
+            spare,
+            set,
+        })
     }
 
     pub(crate) fn fd(&self) -> RawFd {
@@ -61,12 +72,33 @@ impl Socket {
     }
 
     /// Closes the socket, and leaves something harmless under its number for UCX to close.
-    pub(crate) fn close(&self) {
+    pub(crate) fn close(&mut self) {
         // SAFETY: both descriptors are open; the socket's own file goes, and with it its place in UCX's set.
         if unsafe { libc::dup3(self.spare.as_raw_fd(), self.fd, libc::O_CLOEXEC) } == self.fd {
             // UCX takes the number out of its set later; it must be in there.
             self.control(libc::EPOLL_CTL_ADD, 0);
         }
+        self.accepted = accepted_at(self.addr).filter_map(inode_of).collect();
+    }
+
+    /// Once it is closed: ends the connections that were accepted at it. True if there is none left; UCX closes their sockets
+    /// when it sees the end.
+    pub(crate) fn end_accepted(&self) -> bool {
+        // Somebody in this process may listen at the same address by now, and has connections of its own.
+        let taken = descriptors()
+            .into_iter()
+            .any(|fd| listens_on(fd, self.addr));
+        let ours = |fd: &RawFd| {
+            !taken || inode_of(*fd).is_some_and(|inode| self.accepted.contains(&inode))
+        };
+        let mut none = true;
+        for fd in accepted_at(self.addr).filter(ours) {
+            none = false;
+            // SAFETY: ends the traffic of a socket; the number may have gone to another file meanwhile only if UCX has closed
+            // it just now, and then hardly to a socket with the same address.
+            unsafe { libc::shutdown(fd, libc::SHUT_RDWR) };
+        }
+        none
     }
 
     fn control(&self, operation: c_int, events: u32) -> bool {
@@ -90,26 +122,43 @@ fn descriptors() -> Vec<RawFd> {
 }
 
 fn listens_on(fd: RawFd, wanted: SocketAddr) -> bool {
-    let mut listens: c_int = 0;
+    option_of(fd, libc::SO_ACCEPTCONN) == Some(1) && local_of(fd) == Some(wanted)
+}
+
+/// The connections that were accepted by a listener at `addr`.
+fn accepted_at(addr: SocketAddr) -> impl Iterator<Item = RawFd> {
+    descriptors().into_iter().filter(move |&fd| {
+        option_of(fd, libc::SO_ACCEPTCONN) == Some(0)
+            && option_of(fd, libc::SO_TYPE) == Some(libc::SOCK_STREAM)
+            && local_of(fd).is_some_and(|local| {
+                local == addr || (addr.ip().is_unspecified() && local.port() == addr.port())
+            })
+    })
+}
+
+/// An option of a socket; `None` for what is no socket.
+fn option_of(fd: RawFd, option: c_int) -> Option<c_int> {
+    let mut value: c_int = 0;
     let mut len = size_of::<c_int>() as socklen_t;
     // SAFETY: asks about a descriptor; a number and its size are passed.
     let rc = unsafe {
         libc::getsockopt(
             fd,
             libc::SOL_SOCKET,
-            libc::SO_ACCEPTCONN,
-            (&raw mut listens).cast(),
+            option,
+            (&raw mut value).cast(),
             &mut len,
         )
     };
-    if rc != 0 || listens == 0 {
-        return false;
-    }
+    (rc == 0).then_some(value)
+}
+
+fn local_of(fd: RawFd) -> Option<SocketAddr> {
     let mut storage = addr::empty();
     let mut len = size_of::<libc::sockaddr_storage>() as socklen_t;
     // SAFETY: the storage holds any address.
     let rc = unsafe { libc::getsockname(fd, (&raw mut storage).cast(), &mut len) };
-    rc == 0 && addr::from_storage(&storage) == Some(wanted)
+    (rc == 0).then(|| addr::from_storage(&storage)).flatten()
 }
 
 /// If `set` is an epoll set that watches `socket`: what it was told.

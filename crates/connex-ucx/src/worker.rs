@@ -312,12 +312,9 @@ impl Worker {
         count
     }
 
-    /// Ends everything that was started, for a bounded time.
-    fn wind_down(&mut self) {
-        struct Nobody;
-        impl Receiver for Nobody {
-            fn message(&mut self, _: EpId, _: u16, _: &[u8], _: &[u8]) {}
-        }
+    /// Ends everything that was started, for a bounded time. False: UCX still holds connections that would crash it if the
+    /// worker were destroyed.
+    fn wind_down(&mut self) -> bool {
         self.bury();
         let keys: Vec<_> = self.core_mut().keys.iter().copied().collect();
         keys.into_iter().for_each(|key| rkey::destroy(self, key));
@@ -350,11 +347,7 @@ impl Worker {
                 break;
             }
         }
-        // Last: connections that strangers have begun still point to them inside UCX.
-        let listeners: Vec<_> = self.core_mut().listeners.keys().copied().collect();
-        for id in listeners {
-            listener::destroy(self, ListenerId(id));
-        }
+        let quiet = self.end_accepted();
         let left = self.core_mut().outstanding;
         if left > 0 {
             tracing::warn!(
@@ -362,7 +355,44 @@ impl Worker {
                 "a worker was dropped while operations were still running"
             );
         }
+        quiet
     }
+
+    /// Ends the connections that were accepted and never became endpoints: inside UCX they point to their listener until UCX's
+    /// thread has seen their end. Then the listeners go. False if that takes too long, and they stay.
+    fn end_accepted(&mut self) -> bool {
+        let until = Instant::now() + DROP_TIME;
+        let mut quiet = 0;
+        loop {
+            self.progress(&mut Nobody);
+            // Requests among them are rejected in the next round.
+            self.core_mut().events.clear();
+            let slots = self.core_mut().listeners.values();
+            let sockets = slots.filter_map(|slot| slot.socket.as_ref());
+            let left = sockets.filter(|socket| !socket.end_accepted()).count();
+            quiet = if left == 0 { quiet + 1 } else { 0 };
+            // UCX's thread may be about to show one that it accepted just before.
+            if quiet == 2 {
+                break;
+            }
+            if Instant::now() >= until {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let listeners: Vec<_> = self.core_mut().listeners.keys().copied().collect();
+        for id in listeners {
+            listener::destroy(self, ListenerId(id));
+        }
+        true
+    }
+}
+
+/// Takes messages of a worker that ends.
+struct Nobody;
+
+impl Receiver for Nobody {
+    fn message(&mut self, _: EpId, _: u16, _: &[u8], _: &[u8]) {}
 }
 
 impl fmt::Debug for Worker {
@@ -377,8 +407,16 @@ impl Drop for Worker {
             // Nothing of UCX works here: leave everything as it lies.
             return;
         }
-        self.wind_down();
+        let quiet = self.wind_down();
         self.shared.gone.store(true, Ordering::Release);
+        if !quiet {
+            tracing::warn!(
+                "UCX does not let go of connections that were begun: this worker is kept, for destroying it would crash the process"
+            );
+            // With its context.
+            std::mem::forget(Arc::clone(&self.shared));
+            return;
+        }
         // Events hold handles, whose drop needs nothing any more.
         self.core_mut().events.clear();
         // SAFETY: nobody else uses the worker (`&mut self`), and it goes once. Callbacks that come in here find the core.
