@@ -10,6 +10,7 @@ mod bench_peers;
 mod bindings;
 mod demo;
 mod elf;
+mod fuzz;
 mod licences;
 mod place;
 mod process;
@@ -70,6 +71,8 @@ enum Chore {
     BenchPeers(bench_peers::Args),
     /// Runs tests over RDMA, in a small virtual machine with Soft-RoCE devices
     TestRdma(rdma::Args),
+    /// Feeds arbitrary bytes to every decoder and to a whole engine, for a fixed time
+    Fuzz(fuzz::Args),
     /// Runs the tests with the full counts: hours, for an idle machine
     Soak,
     /// Regenerates crates/connex-ucx/src/sys/bindings.rs from UCX's headers (needs libclang)
@@ -106,6 +109,7 @@ fn run(chore: Chore) -> Result<ExitCode> {
         Chore::Demo { transport } => demo::run(&place, transport)?,
         Chore::BenchPeers(args) => bench_peers::run_all(&place, &args)?,
         Chore::TestRdma(args) => rdma::test(&place, &args)?,
+        Chore::Fuzz(args) => fuzz::fuzz(&place, &args)?,
         Chore::Soak => soak()?,
         Chore::Bindings { headers, check } => regenerate(&place, headers, check)?,
     }

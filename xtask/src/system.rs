@@ -30,6 +30,11 @@ const NEEDS: &[Need] = &[
         there: || which("iptables").is_some(),
     },
     Need {
+        package: "g++",
+        what: "a C++ compiler, for the fuzz targets",
+        there: || which("c++").is_some(),
+    },
+    Need {
         package: "libucx0",
         what: "the distribution's UCX, for the tests that run with it",
         there: || ucx::system_lib().is_some(),

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 
 use crate::place::Place;
 use crate::steps::{self, Group, Step};
-use crate::{demo, licences, python, readme, rust, system, ucx, wheel};
+use crate::{demo, fuzz, licences, python, readme, rust, system, ucx, wheel};
 
 /// Files and folders that are not written yet: the steps that need them are shown as such. An entry goes
 /// when its thing lands.
@@ -73,6 +73,12 @@ fn all() -> Vec<Step> {
         "example pipeline.rs",
         Some("examples/pipeline.rs"),
         |place| rust::example(place, "pipeline"),
+    ));
+    steps.push(step(
+        Rust,
+        "fuzz targets",
+        Some("fuzz/Cargo.toml"),
+        fuzz::briefly,
     ));
     steps.push(step(Python, "wheel", module, |place| {
         wheel::build(place).map(drop)

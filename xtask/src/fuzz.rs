@@ -1,0 +1,79 @@
+//! The fuzz targets: built with the flags that libFuzzer wants, and run for a fixed time.
+
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::place::Place;
+use crate::process::{cargo, command, run};
+
+/// Every program of `fuzz/`.
+const TARGETS: [&str; 3] = ["wire", "identity", "engine"];
+/// The only platform that the flags below are tried on.
+const PLATFORM: &str = "x86_64-unknown-linux-gnu";
+/// As `cargo fuzz` sets them: counters of edges and comparisons, and AddressSanitizer.
+const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+    -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+    -Cllvm-args=-sanitizer-coverage-trace-compares -Zsanitizer=address";
+
+/// What is run, and how long.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Seconds for each target
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
+    seconds: u32,
+    /// The targets; default all
+    #[arg(value_parser = clap::builder::PossibleValuesParser::new(TARGETS))]
+    targets: Vec<String>,
+}
+
+/// Runs the targets. What they have found to be worth keeping stays under `target/fuzz/corpus`.
+///
+/// # Errors
+/// If one cannot be built, or finds something: the path of the input is printed.
+pub(crate) fn fuzz(place: &Place, args: &Args) -> Result<()> {
+    let targets: Vec<&str> = if args.targets.is_empty() {
+        TARGETS.to_vec()
+    } else {
+        args.targets.iter().map(String::as_str).collect()
+    };
+    run_for(place, &targets, args.seconds)
+}
+
+/// All of them, briefly: what CI does.
+///
+/// # Errors
+/// As for [`fuzz`].
+pub(crate) fn briefly(place: &Place) -> Result<()> {
+    run_for(place, &TARGETS, 4)
+}
+
+fn run_for(place: &Place, targets: &[&str], seconds: u32) -> Result<()> {
+    ensure!(
+        cfg!(all(target_arch = "x86_64", target_os = "linux")),
+        "the fuzz targets are built for {PLATFORM} only"
+    );
+    let out = place.target.join("fuzz");
+    let found = out.join("artifacts");
+    fs::create_dir_all(&found).with_context(|| format!("cannot make {}", found.display()))?;
+    run(cargo(place)
+        .args(["build", "--locked", "--release", "--target", PLATFORM])
+        .args(["--manifest-path", "fuzz/Cargo.toml"])
+        // Sanitizers and coverage are not for everybody's use of a stable compiler, but it has them.
+        .env("RUSTC_BOOTSTRAP", "1")
+        .env("RUSTFLAGS", FLAGS)
+        .env("CARGO_TARGET_DIR", &out))?;
+    for target in targets {
+        let corpus = out.join("corpus").join(target);
+        fs::create_dir_all(&corpus).with_context(|| format!("cannot make {}", corpus.display()))?;
+        let program = out.join(PLATFORM).join("release").join(target);
+        run(command(place, program)
+            .arg(format!("-max_total_time={seconds}"))
+            .arg(format!("-artifact_prefix={}/{target}-", found.display()))
+            .args(["-print_final_stats=1", "-timeout=20", "-rss_limit_mb=4096"])
+            .arg(corpus)
+            // Engines live to the end of the process.
+            .env("ASAN_OPTIONS", "detect_leaks=0"))?;
+    }
+    Ok(())
+}
