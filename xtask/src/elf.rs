@@ -2,8 +2,8 @@
 
 use anyhow::{Context, Result, ensure};
 use object::Endianness;
-use object::elf::{DT_NEEDED, FileHeader64};
-use object::read::elf::{Dyn, FileHeader};
+use object::elf::{DT_NEEDED, FileHeader64, SHT_DYNSYM};
+use object::read::elf::{Dyn, FileHeader, Sym};
 
 /// The newest glibc whose symbols may be needed: that of manylinux_2_28.
 const GLIBC: (u32, u32) = (2, 28);
@@ -57,7 +57,11 @@ pub(crate) fn check(library: &[u8]) -> Result<(u32, u32)> {
     Ok(newest)
 }
 
-fn needed_libraries(library: &[u8]) -> Result<Vec<String>> {
+/// The libraries that it names to be loaded with it.
+///
+/// # Errors
+/// If it is no 64-bit ELF file.
+pub(crate) fn needed_libraries(library: &[u8]) -> Result<Vec<String>> {
     let elf = FileHeader64::<Endianness>::parse(library)?;
     let endian = elf.endian()?;
     let sections = elf.sections(endian, library)?;
@@ -70,6 +74,24 @@ fn needed_libraries(library: &[u8]) -> Result<Vec<String>> {
         {
             names.push(String::from_utf8(entry.string(endian, strings)?.to_vec())?);
         }
+    }
+    Ok(names)
+}
+
+/// The symbols that it wants from others.
+///
+/// # Errors
+/// If it is no 64-bit ELF file.
+pub(crate) fn undefined_symbols(library: &[u8]) -> Result<Vec<String>> {
+    let elf = FileHeader64::<Endianness>::parse(library)?;
+    let endian = elf.endian()?;
+    let sections = elf.sections(endian, library)?;
+    let symbols = sections.symbols(endian, library, SHT_DYNSYM)?;
+    let mut names = Vec::new();
+    for symbol in symbols.iter().filter(|symbol| symbol.is_undefined(endian)) {
+        names.push(String::from_utf8(
+            symbols.symbol_name(endian, symbol)?.to_vec(),
+        )?);
     }
     Ok(names)
 }
@@ -118,6 +140,11 @@ mod tests {
             needed_libraries(&me)
                 .expect("an ELF file")
                 .contains(&"libc.so.6".to_owned())
+        );
+        assert!(
+            undefined_symbols(&me)
+                .expect("an ELF file")
+                .contains(&"malloc".to_owned())
         );
         assert!(
             needed_versions(&me)

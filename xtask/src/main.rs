@@ -8,6 +8,7 @@
 mod bench_peers;
 #[cfg(feature = "bindings")]
 mod bindings;
+mod client;
 mod demo;
 mod elf;
 mod fuzz;
@@ -21,6 +22,7 @@ mod rust;
 mod steps;
 mod system;
 mod test;
+mod torch;
 mod ucx;
 mod venv;
 mod wheel;
@@ -69,6 +71,8 @@ enum Chore {
     },
     /// Measures connex-rs side by side with plain sockets, ucx_perftest, Mooncake and NIXL; for an idle machine
     BenchPeers(bench_peers::Args),
+    /// Drives the real client, connex.pp of connex-ai, and kills its stages with steps in flight
+    TestClient(client::Args),
     /// Runs tests over RDMA, in a small virtual machine with Soft-RoCE devices
     TestRdma(rdma::Args),
     /// Feeds arbitrary bytes to every decoder and to a whole engine, for a fixed time
@@ -108,6 +112,7 @@ fn run(chore: Chore) -> Result<ExitCode> {
         }
         Chore::Demo { transport } => demo::run(&place, transport)?,
         Chore::BenchPeers(args) => bench_peers::run_all(&place, &args)?,
+        Chore::TestClient(args) => client::test(&place, &args)?,
         Chore::TestRdma(args) => rdma::test(&place, &args)?,
         Chore::Fuzz(args) => fuzz::fuzz(&place, &args)?,
         Chore::Soak => soak()?,

@@ -75,6 +75,13 @@ impl Venv {
         self.install(place, &["--force-reinstall", "--no-deps", &wheel])
     }
 
+    /// The folder that holds its packages.
+    pub(crate) fn packages(&self, place: &Place) -> Result<PathBuf> {
+        const WHERE: &str = "import sysconfig; print(sysconfig.get_path('platlib'))";
+        let said = output(self.python(place).args(["-c", WHERE]))?;
+        Ok(said.trim().into())
+    }
+
     /// A command of this environment, activated.
     pub(crate) fn command(&self, place: &Place, program: &str) -> Command {
         let bin = self.dir.join("bin");
