@@ -2,39 +2,40 @@
 
 use super::*;
 
-#[test]
-fn the_newer_of_two_claimants_wins_and_nothing_flaps() {
-    let (a, url_a) = local(0, None);
-    let (old, url_old) = local(1, None);
+on_every_transport!(
+    the_newer_of_two_claimants_wins_and_nothing_flaps,
+    a_frozen_one_wakes_after_its_replacement_came_up,
+);
+
+/// What the loser of an identity says.
+const SUPERSEDED: &str = "superseded by ";
+
+fn the_newer_of_two_claimants_wins_and_nothing_flaps(net: Net) {
+    let (a, url_a) = local(net, 0, None);
+    let (old, url_old) = local(net, 1, None);
     link(&a, &old, &url_old);
-    let (new, _) = local(1, None);
+    let (new, _) = local(net, 1, None);
     new.call(json!({"do": "connect", "url": url_a}));
     new.expect_up("the newer");
-    let (status, reason) = a.expect_failed("replaced");
-    assert_eq!(status, -2);
-    assert!(reason.contains("replaced"), "{reason}");
+    expect_death(&a, "replaced by a new incarnation ", "replaced");
     a.expect_up("the newer");
-    let (status, reason) = old.expect_failed("superseded");
-    assert_eq!(status, -2);
-    assert!(reason.contains("superseded"), "{reason}");
-    old.expect_quiet(1500, "it does not redial by itself");
-    a.expect_quiet(10, "nothing flaps");
+    expect_death(&old, SUPERSEDED, "superseded");
+    // Nobody redials by itself: nothing flaps.
+    expect_settled(&[&a, &old, &new], WATCH, "superseded");
     old.call(json!({"do": "connect", "url": url_a}));
     let failed = old.event(60_000);
     assert_eq!((&failed[0], &failed[4]), (&json!("failed"), &json!(false)));
-    assert!(text(&failed[3]).contains("superseded"), "{failed}");
-    a.expect_quiet(300, "refused without a sound");
-    new.expect_quiet(10, "not disturbed");
+    assert!(text(&failed[3]).starts_with(SUPERSEDED), "{failed}");
+    expect_settled(&[&a, &new], 500, "refused without a sound");
 }
 
-#[test]
-fn a_frozen_one_wakes_after_its_replacement_came_up() {
-    let (a, url_a) = local(0, Some(BEAT));
-    let (old, url_old) = local(1, Some(BEAT));
+fn a_frozen_one_wakes_after_its_replacement_came_up(net: Net) {
+    let (a, url_a) = local(net, 0, Some(BEAT));
+    let (old, url_old) = local(net, 1, Some(BEAT));
     link(&a, &old, &url_old);
     old.signal(libc::SIGSTOP);
-    assert_eq!(a.expect_failed("frozen").0, -3);
-    let (new, url_new) = local(1, Some(BEAT));
+    expect_suspicion(&a, &[SILENCE], "frozen");
+    let (new, url_new) = local(net, 1, Some(BEAT));
     new.call(json!({"do": "connect", "url": url_a}));
     new.expect_up("the replacement");
     a.expect_up("the replacement");
@@ -43,12 +44,12 @@ fn a_frozen_one_wakes_after_its_replacement_came_up() {
     old.signal(libc::SIGCONT);
     // One failure, and no way back, also when it tries.
     old.expect_failed("awake");
-    old.expect_quiet(500, "once");
+    expect_settled(&[&a, &old, &new], WATCH, "awake");
     old.call(json!({"do": "connect", "url": url_a}));
     let failed = old.event(60_000);
     assert_eq!((&failed[0], &failed[4]), (&json!("failed"), &json!(false)));
-    assert!(text(&failed[3]).contains("superseded"), "{failed}");
-    a.expect_quiet(500, "the replacement stays");
+    assert!(text(&failed[3]).starts_with(SUPERSEDED), "{failed}");
+    expect_settled(&[&a, &new], 500, "the replacement stays");
     assert_eq!(a.read(&url_new, here, there, 4096, None), 0);
     assert!(a.holds(here, 4096, 3));
 }

@@ -32,7 +32,7 @@ struct Lab {
 }
 
 impl Lab {
-    fn new(cables: usize, transport: &str, variables: Variables<'_>) -> Self {
+    fn new(cables: usize, net: Net, variables: Variables<'_>) -> Self {
         let cable = Cable::new();
         if cables == 2 {
             cable.double();
@@ -46,9 +46,7 @@ impl Lab {
             let mut words = vec!["ip", "netns", "exec", cable.name(side), "env"];
             words.extend_from_slice(variables);
             let agent = Agent::spawn(AGENT, &words);
-            let mut config = config(stage, Cable::ip(side), 0, None);
-            config["transport"] = json!(transport);
-            let url = agent.start(config);
+            let url = agent.start(config(net, stage, Cable::ip(side), 0, None));
             (agent, url)
         };
         let (a, url_a) = start(Side::A, 0);
@@ -106,12 +104,12 @@ impl Lab {
 
 #[test]
 fn streams_over_tcp() {
-    Lab::new(1, "tcp", &[]).streams();
+    Lab::new(1, Net::Tcp, &[]).streams();
 }
 
 #[test]
 fn streams_over_tcp_with_two_devices() {
-    let lab = Lab::new(2, "tcp", &[]);
+    let lab = Lab::new(2, Net::Tcp, &[]);
     lab.streams();
     // One connection has one device: that of the address which was dialled.
     assert!(lab.cable.sent(Side::A, "wire") > 3 * (64 << 20));
@@ -120,23 +118,23 @@ fn streams_over_tcp_with_two_devices() {
 
 #[test]
 fn streams_over_ucx() {
-    Lab::new(1, "ucx", &["UCX_TLS=tcp"]).streams();
+    Lab::new(1, Net::Ucx, &["UCX_TLS=tcp"]).streams();
 }
 
 #[test]
 fn streams_over_ucx_one_sided() {
-    Lab::new(1, "ucx", &["UCX_TLS=tcp", ONE_SIDED]).streams();
+    Lab::new(1, Net::Ucx, &["UCX_TLS=tcp", ONE_SIDED]).streams();
 }
 
 #[test]
 fn streams_over_ucx_with_two_devices() {
-    Lab::new(2, "ucx", BOTH).streams();
+    Lab::new(2, Net::Ucx, BOTH).streams();
 }
 
 #[test]
 fn streams_over_ucx_one_sided_with_two_lanes() {
     let variables: Vec<&str> = BOTH.iter().copied().chain([ONE_SIDED]).collect();
-    let lab = Lab::new(2, "ucx", &variables);
+    let lab = Lab::new(2, Net::Ucx, &variables);
     lab.streams();
     for wire in ["wire", "wire2"] {
         let sent = lab.cable.sent(Side::A, wire);
@@ -153,9 +151,8 @@ fn rails_that_break_the_order_are_refused() {
     let name = cable.name(Side::A);
     let words = ["ip", "netns", "exec", name, "env", "UCX_MAX_EAGER_RAILS=2"];
     let agent = Agent::spawn(AGENT, &words);
-    let mut order = config(0, Cable::ip(Side::A), 0, None);
+    let mut order = config(Net::Ucx, 0, Cable::ip(Side::A), 0, None);
     order["do"] = json!("start");
-    order["transport"] = json!("ucx");
     let answer = agent.post(order).wait();
     let said = text(&answer["error"]);
     assert!(said.contains("UCX_MAX_EAGER_RAILS=2"), "{said}");

@@ -21,6 +21,7 @@ pub struct Agent {
     stdin: Mutex<ChildStdin>,
     waiting: Waiting,
     next: AtomicU64,
+    losses: AtomicU64,
 }
 
 /// An answer that is still to come.
@@ -85,6 +86,7 @@ impl Agent {
             stdin: Mutex::new(stdin),
             waiting,
             next: AtomicU64::new(0),
+            losses: AtomicU64::new(0),
         }
     }
 
@@ -141,8 +143,17 @@ impl Agent {
         assert_eq!(failed[0], "failed", "{what}: {failed}");
         assert_eq!(failed[4], true, "{what}: {failed}");
         let (status, reason) = (failed[2].as_i64().expect("a status"), text(&failed[3]));
+        assert!([-2, -3].contains(&status), "{what}: {failed}");
         assert_eq!(reason.contains("timeout"), status == -3, "{what}: {failed}");
+        let own = reason.starts_with(|c: char| c.is_ascii_lowercase());
+        assert!(own, "{what}: not our own sentence: {failed}");
+        self.losses.fetch_add(1, Ordering::Relaxed);
         (status, reason)
+    }
+
+    /// How many lost links were expected so far, by [`expect_failed`](Self::expect_failed).
+    pub fn losses(&self) -> u64 {
+        self.losses.load(Ordering::Relaxed)
     }
 
     /// Expects that nothing happens for a while.

@@ -138,6 +138,39 @@ impl Cable {
         self.on(side, &["nft", "add", "chain", "inet", "cut", "in", chain]);
     }
 
+    /// Drops what comes in at a side over TCP; datagrams pass.
+    pub fn stall_at(&self, side: Side) {
+        self.on(side, &["nft", "add", "table", "inet", "cut"]);
+        let chain = "{ type filter hook input priority 0 ; }";
+        self.on(side, &["nft", "add", "chain", "inet", "cut", "in", chain]);
+        let rule = "nft add rule inet cut in meta l4proto tcp drop";
+        let words: Vec<&str> = rule.split(' ').collect();
+        self.on(side, &words);
+    }
+
+    /// Limits what both sides send to so many bytes a second each; 0: no limit.
+    pub fn set_rate(&self, rate: u64) {
+        for side in [Side::A, Side::B] {
+            let mut words: Vec<&str> = "tc qdisc replace dev wire root".split(' ').collect();
+            let limit = format!("{rate}bps");
+            if rate == 0 {
+                words.push("noqueue");
+            } else {
+                words.extend(["tbf", "rate", &limit, "burst", "128k", "latency", "50ms"]);
+            }
+            self.on(side, &words);
+        }
+    }
+
+    /// Ends every TCP connection of a side to the other one: the kernel resets them.
+    pub fn reset_at(&self, side: Side) {
+        let other = match side {
+            Side::A => Side::B,
+            Side::B => Side::A,
+        };
+        self.on(side, &["ss", "-K", "dst", Self::ip(other)]);
+    }
+
     /// Lets them through again.
     pub fn pass_at(&self, side: Side) {
         self.on(side, &["nft", "delete", "table", "inet", "cut"]);
