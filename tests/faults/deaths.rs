@@ -65,8 +65,9 @@ fn sigkill_and_sigterm_while_idle(net: Net) {
             "{:?}",
             start.elapsed()
         );
-        expect_settled(&[&a], WATCH, "idle");
     }
+    // One each: a second one would stand where the next peer's `joined` is expected.
+    expect_settled(&[&a], WATCH, "idle");
     wait_for("connections to go", || {
         a.stat("eps_created") == a.stat("eps_closed")
     });
@@ -99,7 +100,9 @@ fn a_frozen_peer_is_suspected_and_comes_back(net: Net) {
             "{took:?}"
         );
         assert!(took < Duration::from_secs(10), "{took:?}");
-        expect_settled(&[&a], WATCH, "frozen");
+        if round == 0 {
+            expect_settled(&[&a], WATCH, "frozen");
+        }
         b.signal(libc::SIGCONT);
         // It lives: it hears that it was given up, not that the other died.
         expect_suspicion(&b, &[GIVEN_UP], "given up");

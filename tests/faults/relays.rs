@@ -121,10 +121,10 @@ fn a_reset_is_a_death_on_both_sides(net: Net) {
         for agent in [a, b] {
             expect_death(agent, RESET, what);
         }
-        expect_settled(&[a, b], WATCH, what);
         if let Some(transfer) = transfer {
             expect_failure(transfer, &[-2], what);
         }
         link(a, b, url);
     }
+    expect_settled(&[a, b], WATCH, "all resets");
 }

@@ -17,6 +17,9 @@ pub(crate) const PROFILE: &str = "checked";
 /// The package of the fault lab: it runs alone, and as root.
 const FAULT_LAB: &str = "connex-tests";
 
+/// What the names of its cases over UCX contain.
+const UCX_CASES: &str = "ucx::";
+
 /// The extension module: it is tested from Python, and links only into a Python.
 const EXTENSION: &str = "connex-py";
 
@@ -121,8 +124,8 @@ pub(crate) fn example(place: &Place, name: &str) -> Result<()> {
         .env("CONNEX_RS_UCX", ucx::preferred(place)?))
 }
 
-/// The fault lab: one test at a time, in network namespaces of its own.
-pub(crate) fn faults(place: &Place) -> Result<()> {
+/// The fault lab: one test at a time, in network namespaces of its own. `over_ucx`: its cases over UCX, else all others.
+pub(crate) fn faults(place: &Place, over_ucx: bool) -> Result<()> {
     ensure!(
         system::is_root(place)?,
         "the fault lab makes network namespaces: run it as root"
@@ -130,15 +133,18 @@ pub(crate) fn faults(place: &Place) -> Result<()> {
     let ucx = ucx::preferred(place)?;
     // The tests start this program.
     run(cargo(place).args(["build", "--locked", "--profile", PROFILE, "-p", "cxrma"]))?;
-    let mut tests = if has_nextest(place) {
-        let mut tests = runner(place)?;
-        tests.args(["-p", FAULT_LAB, "--test-threads", "1"]);
-        tests
+    let mut tests = runner(place)?;
+    tests.args(["-p", FAULT_LAB]);
+    if has_nextest(place) {
+        tests.args(["--test-threads", "1", "--"]);
     } else {
-        let mut tests = runner(place)?;
-        tests.args(["-p", FAULT_LAB, "--", "--test-threads", "1"]);
-        tests
-    };
+        tests.args(["--", "--test-threads", "1"]);
+    }
+    if over_ucx {
+        tests.arg(UCX_CASES);
+    } else {
+        tests.args(["--skip", UCX_CASES]);
+    }
     run(tests.env("CONNEX_RS_UCX", ucx))
 }
 

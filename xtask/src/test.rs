@@ -109,12 +109,11 @@ fn all() -> Vec<Step> {
             demo::show(place, transport, rust::PROFILE)
         }));
     }
-    steps.push(step(
-        Faults,
-        "fault lab",
-        Some("tests/Cargo.toml"),
-        rust::faults,
-    ));
+    for (name, over_ucx) in [("fault lab", false), ("fault lab, UCX", true)] {
+        steps.push(step(Faults, name, Some("tests/Cargo.toml"), move |place| {
+            rust::faults(place, over_ucx)
+        }));
+    }
     steps
 }
 
