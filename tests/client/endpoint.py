@@ -16,8 +16,8 @@ class FellBack(RuntimeError):
 class Endpoint(PipelineEndpoint):
     """The client's endpoint, which tells two things more.
 
-    `told(peer, event)` is called, on the client's own thread, with each event of the engine that the client has acted on;
-    `peer` is (stage, replica). `waits` is set when stage 0 has begun to wait for a reply: before that the client would not
+    `told(peer, event)` is called, on the client's own thread, when it has acted on a link that is up or lost; `peer` is
+    (stage, replica). `waits` is set when stage 0 has begun to wait for a reply: before that the client would not
     notice that a death made the step stale, with one step in flight.
     """
 
@@ -28,8 +28,9 @@ class Endpoint(PipelineEndpoint):
 
     def _on_transport_event(self, event):
         super()._on_transport_event(event)
-        _, stage, _, replica = event["peer"]
-        self._told((stage, replica), event)
+        if event["type"] == "up" or event.get("established"):
+            _, stage, _, replica = event["peer"]
+            self._told((stage, replica), event)
 
     def _send_is_stale(self, record):
         stale = super()._send_is_stale(record)

@@ -96,11 +96,11 @@ class Pipeline:
         self.stages[place.stage, place.replica] = process
 
     def told(self, peer, event):
-        """Stage 0's client has acted on an event."""
+        """Stage 0's client has acted on a link that is up or lost."""
         with self.changed:
             if event["type"] == "up":
                 self.links.add(peer)
-            elif event["type"] == "failed" and event["established"]:
+            else:
                 self.links.discard(peer)
                 self.deaths.setdefault(peer, (event, time.monotonic()))
             self.changed.notify_all()

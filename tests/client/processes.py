@@ -21,9 +21,12 @@ class Lost(RuntimeError):
     """A process ended or kept silent where it should not have."""
 
 
+taken = set()
+
+
 def free_ports(count):
     """Ports that nobody listens at, below those that the kernel gives to connections: a stage that is restarted must
-    find its port free."""
+    find its port free. None is given twice."""
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first = int(file.read().split()[0])
     ports = []
@@ -33,6 +36,9 @@ def free_ports(count):
                 probe.bind((IP, port))
             except OSError:
                 continue
+        if port in taken:
+            continue
+        taken.add(port)
         ports.append(port)
         if len(ports) == count:
             return ports
@@ -40,9 +46,10 @@ def free_ports(count):
 
 
 class Process:
-    """A child that does not outlive its use. Its standard error goes to a file, every life of it to the same one."""
+    """A child that does not outlive its use. Its standard error goes to a file, every life of it to the same one;
+    its standard output too, unless it `speaks`."""
 
-    def __init__(self, name, command, environment, logs):
+    def __init__(self, name, command, environment, logs, speaks=False):
         self.name = name
         self.log = os.path.join(logs, f"{name}.log")
         self.expected_to_end = False
@@ -50,7 +57,7 @@ class Process:
             self.child = subprocess.Popen(
                 [sys.executable, *command],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.PIPE if speaks else log,
                 stderr=log,
                 env=environment,
                 text=True,
@@ -89,10 +96,24 @@ class ControlPlane(Process):
     """The client's own front router."""
 
     def __init__(self, logs):
-        self.api, self.events = (f"tcp://{IP}:{port}" for port in free_ports(2))
+        ports = free_ports(2)
+        self.api, self.events = (f"tcp://{IP}:{port}" for port in ports)
         command = [os.path.join(HERE, "control.py"), self.api, self.events]
         super().__init__("front-router", command, dict(os.environ), logs)
-        self.child.stdout.close()
+        for port in ports:
+            self.wait_listening(port)
+
+    def wait_listening(self, port):
+        """Waits until it takes connections."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            self.check()
+            try:
+                return socket.create_connection((IP, port), PATIENCE_S).close()
+            except ConnectionRefusedError:
+                if time.monotonic() > deadline:
+                    raise Lost(f"{self.name} does not listen after {PATIENCE_S} s") from None
+                time.sleep(0.05)
 
 
 class StageProcess(Process):
@@ -109,19 +130,20 @@ class StageProcess(Process):
         ]
         command += [settings.router, str(settings.inflight)]
         name = f"stage-{place.stage}-{place.replica}"
-        super().__init__(name, command, settings.environment(place), logs)
+        super().__init__(name, command, settings.environment(place), logs, speaks=True)
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
     def _read(self):
         for line in self.child.stdout:
+            if not line.endswith("\n"):
+                break  # Killed in the middle of it.
             said = json.loads(line)
             with self.changed:
                 self.said.update(said)
-                if said.get("event") == "up":
-                    self.links.add(tuple(said["peer"]))
-                elif said.get("event") == "failed":
-                    self.links.discard(tuple(said["peer"]))
+                if "event" in said:
+                    change = self.links.add if said["event"] == "up" else self.links.discard
+                    change(tuple(said["peer"]))
                 self.changed.notify_all()
         with self.changed:
             self.changed.notify_all()

@@ -33,7 +33,7 @@ def table(report):
     what = report["measured"]
     lines = [
         f"connex-rs {what['connex_rs']} over {what['transport']}, sentinel {what['sentinel']}, "
-        f"{report['bytes']} bytes a step, {report['ballast']} bytes of ballast; ms from SIGKILL, median / worst",
+        f"{report['bytes']} bytes a step, {report['ballast'] / 2**30:g} GiB of ballast; ms from SIGKILL, median / worst",
         "",
         f"{'in flight':>9} {'kills':>6} {'steps':>6}"
         + "".join(f" {head:>17}" for head in TIMES.values()),
