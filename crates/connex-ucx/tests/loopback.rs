@@ -662,3 +662,83 @@ fn a_paused_listener_lets_connections_wait() {
     assert!(listener.pause(&mut b.worker, false));
     until(&mut a, &mut b, "the request", |_, b| b.take_request());
 }
+
+/// The listening worker knows sockets only, and each peer of the same host has a worker that shares memory.
+#[test]
+fn a_worker_of_another_context_takes_a_connection() {
+    for tls in transports() {
+        let mut dialing = Side::new(&context(tls, false));
+        let mut listening = Side::new(&context("tcp", false));
+        let listener = listening
+            .worker
+            .listen(SocketAddr::from(([127, 0, 0, 1], 0)))
+            .expect("a listener");
+        let out = dialing
+            .worker
+            .connect(listener.addr(), None)
+            .expect("a connection");
+        let request = until(&mut dialing, &mut listening, "a request", |_, l| {
+            l.take_request()
+        });
+        let mut own = Side::new(&context(tls, false));
+        let back = request
+            .accept_on(&mut listening.worker, &mut own.worker)
+            .expect("accepted");
+        for i in 0..100 {
+            let _ = out
+                .send(
+                    &mut dialing.worker,
+                    AM,
+                    b"there",
+                    pattern(8000, i as u8),
+                    Protocol::Eager,
+                    i,
+                )
+                .expect("sent");
+        }
+        until(&mut dialing, &mut own, "the messages", |_, own| {
+            listening.step();
+            (own.inbox.messages.len() == 100).then_some(())
+        });
+        for (i, (ep, _, data)) in own.inbox.messages.iter().enumerate() {
+            assert_eq!((*ep, data), (back.id(), &pattern(8000, i as u8)), "{tls}");
+        }
+        let _ = back
+            .send(
+                &mut own.worker,
+                AM,
+                b"back",
+                pattern(4096, 1),
+                Protocol::Eager,
+                1,
+            )
+            .expect("sent");
+        until(&mut dialing, &mut own, "the answer", |d, _| {
+            (!d.inbox.messages.is_empty()).then_some(())
+        });
+        assert!(listening.inbox.messages.is_empty());
+        if library().version().minor >= 14 {
+            for lanes in [
+                out.lanes(&mut dialing.worker).expect("lanes"),
+                back.lanes(&mut own.worker).expect("lanes"),
+            ] {
+                for transport in tls.split(',') {
+                    assert!(
+                        lanes.iter().any(|lane| lane.transport == transport),
+                        "{tls}: {lanes:?}"
+                    );
+                }
+            }
+        }
+        // The worker goes with its connection; the one that listens stays.
+        drop((own, back));
+        until(&mut dialing, &mut listening, "the end", |d, _| {
+            d.take(|e| matches!(e, Event::Failed { .. }).then_some(()))
+        });
+        let again = dialing.worker.connect(listener.addr(), None);
+        until(&mut dialing, &mut listening, "another request", |_, l| {
+            l.take_request()
+        });
+        drop(again);
+    }
+}

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use connex_ucx::{Endpoint, EpId, Lane, RemoteKey};
 
 use super::one_sided::Puts;
+use super::workers::WorkerId;
 use crate::fork::Private;
 use crate::region::Lease;
 use crate::transport::{Caps, Class, Frame, Gone};
@@ -41,6 +42,8 @@ pub(super) struct Conn {
     /// Gone once a close was handed to UCX.
     pub(super) endpoint: Option<Endpoint>,
     pub(super) ep: EpId,
+    /// What drives it.
+    pub(super) worker: WorkerId,
     pub(super) state: State,
     /// Why it will have been closed.
     pub(super) why: Option<Gone>,
@@ -64,10 +67,11 @@ pub(super) struct Conn {
 }
 
 impl Conn {
-    pub(super) fn new(endpoint: Endpoint, state: State, caps: Caps) -> Self {
+    pub(super) fn new(endpoint: Endpoint, worker: WorkerId, state: State, caps: Caps) -> Self {
         Self {
             ep: endpoint.id(),
             endpoint: Some(endpoint),
+            worker,
             state,
             why: None,
             waiting: VecDeque::new(),

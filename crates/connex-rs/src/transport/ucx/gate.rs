@@ -86,6 +86,18 @@ impl Gate {
         self.epoll.as_raw_fd()
     }
 
+    /// Another worker wakes the engine too. False: it cannot be watched.
+    pub(super) fn watch_worker(&self, worker: RawFd) -> bool {
+        watch(&self.epoll, worker, WORKER).is_ok()
+    }
+
+    /// A worker is about to end.
+    pub(super) fn forget_worker(&self, worker: RawFd) {
+        // SAFETY: the worker, and so its descriptor, is still there; it is taken out only.
+        let worker = unsafe { BorrowedFd::borrow_raw(worker) };
+        let _ = epoll::delete(&self.epoll, worker);
+    }
+
     /// Whether strangers are wanted.
     pub(super) fn is_open(&self) -> bool {
         self.open.is_some()

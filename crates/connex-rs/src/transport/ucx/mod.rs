@@ -14,6 +14,7 @@ mod facts;
 mod gate;
 mod one_sided;
 pub mod settings;
+mod workers;
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -27,7 +28,8 @@ use connex_ucx::{
 use self::conn::{Conn, Pieces, State, caps_of};
 use self::gate::Gate;
 use self::one_sided::Access;
-use self::settings::{Facts, Plan};
+use self::settings::{Facts, Plan, Setting};
+use self::workers::{MAIN, WorkerId, Workers};
 use super::{
     Body, Caps, Class, Close, ConnId, ConnIds, Frame, Gone, OneSided, Place, Received, Transport,
     Upcalls,
@@ -79,8 +81,8 @@ pub struct Options {
 
 /// The UCX transport of one engine.
 pub struct Ucx {
-    // The worker goes first: when its drop returns, UCX touches no memory that the connections hold.
-    worker: Worker,
+    // The workers go first: when their drop returns, UCX touches no memory that the connections hold.
+    workers: Workers,
     gate: Gate,
     local: SocketAddr,
     ids: ConnIds,
@@ -98,7 +100,7 @@ pub struct Ucx {
 #[derive(Default)]
 struct Table {
     conns: HashMap<ConnId, Conn>,
-    by_ep: HashMap<EpId, ConnId>,
+    by_ep: HashMap<(WorkerId, EpId), ConnId>,
     /// Connections that were greeted during this round.
     opened: Vec<ConnId>,
     /// Connections whose peer broke the rules during this round.
@@ -142,6 +144,14 @@ impl Ucx {
             plan.settings
                 .retain(|setting| setting.variable != "UCX_PROTO_ENABLE");
         }
+        for warning in &plan.warnings {
+            tracing::warn!(target: "connex_rs::transport", "{warning}");
+        }
+        let access = Access::new(plan.one_sided, force_one_sided);
+        // A context for one-sided access offers peers more than the requested way needs.
+        let features = Features {
+            rma: access.enabled,
+        };
         // What this version's configuration does not take goes through the environment, for as long as UCX reads it.
         let by_env: Vec<_> = plan.settings.iter().filter(|s| s.key.is_none()).collect();
         let _environment = (!by_env.is_empty()).then(|| {
@@ -151,31 +161,19 @@ impl Ucx {
                     .map(|s| (s.variable.as_str(), s.value.as_str())),
             )
         });
-        let mut config = Config::read(library).map_err(|e| e.to_string())?;
-        for setting in &plan.settings {
-            if let Some(key) = &setting.key {
-                config.set(key, &setting.value).map_err(|e| e.to_string())?;
-            }
-        }
-        for warning in &plan.warnings {
-            tracing::warn!(target: "connex_rs::transport", "{warning}");
-        }
-        let access = Access::new(plan.one_sided, force_one_sided);
-        // A context for one-sided access offers peers more than the requested way needs.
-        let features = Features {
-            rma: access.enabled,
+        let context = context(library, &plan.settings, features)?;
+        let same_host = if plan.shared_memory && !force_one_sided {
+            Some(self::context(library, &plan.same_host, features)?)
+        } else {
+            None
         };
-        let context = Context::new(&config, features).map_err(|e| e.to_string())?;
-        let mut worker = Worker::new(&context).map_err(|e| e.to_string())?;
-        for kind in [kind::FRAME, kind::GREETING, kind::GOODBYE, kind::FAREWELL] {
-            worker.accept_messages(kind).map_err(|e| e.to_string())?;
-        }
-        let fd = worker.event_fd().map_err(|e| e.to_string())?;
-        let listener = bind(&mut worker, options.listen)?;
+        let mut workers = Workers::new(&context, same_host)?;
+        let fd = workers.main().event_fd().map_err(|e| e.to_string())?;
+        let listener = bind(workers.main(), options.listen)?;
         Ok(Self {
             local: listener.addr(),
             gate: Gate::new(listener, fd)?,
-            worker,
+            workers,
             ids,
             table: Table::default(),
             access,
@@ -192,7 +190,7 @@ impl Ucx {
     }
 
     fn insert(&mut self, id: ConnId, conn: Conn) {
-        self.table.by_ep.insert(conn.ep, id);
+        self.table.by_ep.insert((conn.worker, conn.ep), id);
         self.table.conns.insert(id, conn);
     }
 
@@ -205,12 +203,13 @@ impl Ucx {
         let Some(endpoint) = &conn.endpoint else {
             return;
         };
+        let worker = self.workers.get(conn.worker);
         let Frame { head, body, class } = frame;
         let bytes = body.len();
         let (posted, lease): (_, Option<Lease>) = match body {
             Body::Empty => (
                 endpoint.send(
-                    &mut self.worker,
+                    worker,
                     kind::FRAME,
                     head.as_slice(),
                     Vec::new(),
@@ -221,7 +220,7 @@ impl Ucx {
             ),
             Body::Bytes(data) => (
                 endpoint.send(
-                    &mut self.worker,
+                    worker,
                     kind::FRAME,
                     head.as_slice(),
                     data,
@@ -235,7 +234,7 @@ impl Ucx {
                 // closed, or the worker is gone, which is what `send_from` asks for.
                 let posted = unsafe {
                     endpoint.send_from(
-                        &mut self.worker,
+                        worker,
                         kind::FRAME,
                         head.as_slice(),
                         source.ptr,
@@ -259,11 +258,14 @@ impl Ucx {
 
     /// Sends a message of our own, without data.
     fn post_note(&mut self, id: ConnId, kind: u16) {
-        let Some(endpoint) = self.table.conns.get(&id).and_then(|c| c.endpoint.as_ref()) else {
+        let Some(conn) = self.table.conns.get(&id) else {
+            return;
+        };
+        let Some(endpoint) = &conn.endpoint else {
             return;
         };
         if let Err(e) = endpoint.send(
-            &mut self.worker,
+            self.workers.get(conn.worker),
             kind,
             &[],
             Vec::new(),
@@ -289,7 +291,7 @@ impl Ucx {
         conn.waiting.clear();
         if let Some(endpoint) = conn.endpoint.take() {
             // Cannot fail: the endpoint is this worker's.
-            let _ = endpoint.close(&mut self.worker, CloseMode::Force);
+            let _ = endpoint.close(self.workers.get(conn.worker), CloseMode::Force);
         }
     }
 
@@ -304,20 +306,21 @@ impl Ucx {
     /// Forgets a connection; its end is reported by `progress`.
     fn finish(&mut self, id: ConnId, why: Gone) {
         if let Some(mut conn) = self.table.conns.remove(&id) {
-            self.table.by_ep.remove(&conn.ep);
+            self.table.by_ep.remove(&(conn.worker, conn.ep));
             for token in conn.one_sided_left() {
                 self.finished(id, token, Err("the connection has ended".to_owned()));
             }
             self.access.forget(id);
+            self.end_worker(conn.worker);
             self.gone.push((id, why));
         }
     }
 
-    fn on_event(&mut self, event: Event, up: &mut dyn Upcalls) {
+    fn on_event(&mut self, worker: WorkerId, event: Event, up: &mut dyn Upcalls) {
         match event {
             Event::ConnRequest(request) => self.accept(request, up),
             Event::Completed { ep, token, result } => {
-                let Some(&id) = self.table.by_ep.get(&ep) else {
+                let Some(&id) = self.table.by_ep.get(&(worker, ep)) else {
                     return;
                 };
                 let Some(conn) = self.table.conns.get_mut(&id) else {
@@ -337,14 +340,14 @@ impl Ucx {
                 }
             }
             Event::Failed { ep, status } => {
-                let Some(&id) = self.table.by_ep.get(&ep) else {
+                let Some(&id) = self.table.by_ep.get(&(worker, ep)) else {
                     return;
                 };
                 let why = self.why(id, status);
                 self.abort(id, why);
             }
             Event::Panicked { ep, message } => {
-                let Some(&id) = self.table.by_ep.get(&ep) else {
+                let Some(&id) = self.table.by_ep.get(&(worker, ep)) else {
                     return;
                 };
                 tracing::error!(target: "connex_rs::transport", %message, "a message handler panicked");
@@ -357,7 +360,7 @@ impl Ucx {
             }
             Event::Closed { ep, .. } => {
                 // A connection that drained and was then aborted has been reported already.
-                let Some(&id) = self.table.by_ep.get(&ep) else {
+                let Some(&id) = self.table.by_ep.get(&(worker, ep)) else {
                     return;
                 };
                 let why = self
@@ -377,21 +380,51 @@ impl Ucx {
             return;
         }
         if !gate::descriptors_left() {
-            return self.gate.pause(&mut self.worker);
+            return self.gate.pause(self.workers.main());
         }
         let from = request.from();
-        match request.accept(&mut self.worker) {
+        let worker = self.choose_worker(from.map(|from| from.ip()));
+        match self.workers.accept(request, worker) {
             Ok(endpoint) => {
                 let id = self.ids.next();
-                self.insert(id, Conn::new(endpoint, State::Open, self.unknown_caps()));
+                let caps = self.unknown_caps();
+                self.insert(id, Conn::new(endpoint, worker, State::Open, caps));
                 self.learn_caps(id);
                 self.post_note(id, kind::GREETING);
                 up.accepted(id, from.unwrap_or(SocketAddr::from(([0, 0, 0, 0], 0))));
             }
             Err(e) => {
+                self.end_worker(worker);
                 tracing::warn!(target: "connex_rs::transport", %e, "a connection could not be accepted");
             }
         }
+    }
+
+    /// The worker for a new connection with whoever is at `peer`.
+    fn choose_worker(&mut self, peer: Option<IpAddr>) -> WorkerId {
+        let id = self.workers.choose(peer);
+        if id == MAIN {
+            return id;
+        }
+        // One that cannot be slept on would keep its peer waiting.
+        match self.workers.event_fd(id) {
+            Some(fd) if self.gate.watch_worker(fd) => id,
+            _ => {
+                self.workers.end(id);
+                MAIN
+            }
+        }
+    }
+
+    /// The connection of a worker is over.
+    fn end_worker(&mut self, id: WorkerId) {
+        if id == MAIN {
+            return;
+        }
+        if let Some(fd) = self.workers.event_fd(id) {
+            self.gate.forget_worker(fd);
+        }
+        self.workers.end(id);
     }
 
     fn unknown_caps(&self) -> Caps {
@@ -406,15 +439,16 @@ impl Ucx {
         let Some(conn) = self.table.conns.get_mut(&id) else {
             return;
         };
+        let worker = self.workers.get(conn.worker);
         let lanes = conn
             .endpoint
             .as_ref()
-            .and_then(|e| e.lanes(&mut self.worker).ok())
+            .and_then(|e| e.lanes(worker).ok())
             .unwrap_or_default();
         let ends = conn
             .endpoint
             .as_ref()
-            .and_then(|e| e.addresses(&mut self.worker).ok());
+            .and_then(|e| e.addresses(worker).ok());
         if let Some((Some(local), Some(remote))) = ends {
             conn.private = gate::socket_between(local, remote).map(gate::keep_from_children);
         }
@@ -456,13 +490,14 @@ impl Ucx {
 
 /// Gets the messages of one `progress`.
 struct Inbox<'a> {
+    worker: WorkerId,
     table: &'a mut Table,
     up: &'a mut dyn Upcalls,
 }
 
 impl Receiver for Inbox<'_> {
     fn message(&mut self, ep: EpId, id: u16, header: &[u8], data: &[u8]) {
-        let Some(&conn_id) = self.table.by_ep.get(&ep) else {
+        let Some(&conn_id) = self.table.by_ep.get(&(self.worker, ep)) else {
             return;
         };
         let Some(conn) = self.table.conns.get_mut(&conn_id) else {
@@ -507,7 +542,7 @@ impl Receiver for Inbox<'_> {
         _: &[u8],
         len: usize,
     ) -> Option<connex_ucx::Landing> {
-        if let Some(&conn) = self.table.by_ep.get(&ep) {
+        if let Some(&conn) = self.table.by_ep.get(&(self.worker, ep)) {
             let detail = format!("a rendezvous of {len} bytes was offered: frames are eager");
             self.table.refuse(conn, detail);
         }
@@ -554,16 +589,17 @@ impl Transport for Ucx {
 
     fn dial(&mut self, to: SocketAddr) -> ConnId {
         let id = self.ids.next();
-        match self.worker.connect(to, None) {
+        let worker = self.choose_worker(Some(to.ip()));
+        match self.workers.get(worker).connect(to, None) {
             Ok(endpoint) => {
-                self.insert(id, Conn::new(endpoint, State::Dialing, self.unknown_caps()))
+                let caps = self.unknown_caps();
+                self.insert(id, Conn::new(endpoint, worker, State::Dialing, caps));
             }
-            Err(e) => self.gone.push((
-                id,
-                Gone::Unreachable {
-                    detail: e.to_string(),
-                },
-            )),
+            Err(e) => {
+                self.end_worker(worker);
+                let detail = e.to_string();
+                self.gone.push((id, Gone::Unreachable { detail }));
+            }
         }
         id
     }
@@ -611,10 +647,13 @@ impl Transport for Ucx {
     }
 
     fn progress(&mut self, up: &mut dyn Upcalls) -> usize {
-        self.gate.look(&mut self.worker);
-        let mut done = self.worker.progress(&mut Inbox {
-            table: &mut self.table,
-            up,
+        self.gate.look(self.workers.main());
+        let mut done = self.workers.each(|id, worker| {
+            worker.progress(&mut Inbox {
+                worker: id,
+                table: &mut self.table,
+                up,
+            })
         });
         self.open();
         for (id, detail) in std::mem::take(&mut self.table.refused) {
@@ -626,9 +665,9 @@ impl Transport for Ucx {
         for id in std::mem::take(&mut self.table.farewells) {
             self.abort(id, Gone::Local);
         }
-        while let Some(event) = self.worker.next_event() {
+        while let Some((worker, event)) = self.workers.next_event() {
             done += 1;
-            self.on_event(event, up);
+            self.on_event(worker, event, up);
         }
         for (id, why) in std::mem::take(&mut self.gone) {
             done += 1;
@@ -642,8 +681,7 @@ impl Transport for Ucx {
     }
 
     fn arm(&mut self) -> bool {
-        // A worker that cannot be armed must not be slept on.
-        self.gone.is_empty() && self.access.done.is_empty() && self.worker.arm().unwrap_or(false)
+        self.gone.is_empty() && self.access.done.is_empty() && self.workers.arm()
     }
 
     fn caps(&self, id: ConnId) -> Caps {
@@ -662,7 +700,7 @@ impl Transport for Ucx {
     }
 
     fn prober(&self) -> Option<Prober> {
-        devices::prober(self.worker.context())
+        devices::prober(self.workers.context())
     }
 
     fn one_sided(&mut self) -> Option<&mut dyn OneSided> {
@@ -672,6 +710,21 @@ impl Transport for Ucx {
             None
         }
     }
+}
+
+/// Makes a context with these settings, as far as UCX's configuration takes them.
+fn context(
+    library: &'static Library,
+    settings: &[Setting],
+    features: Features,
+) -> Result<Context, String> {
+    let mut config = Config::read(library).map_err(|e| e.to_string())?;
+    for setting in settings {
+        if let Some(key) = &setting.key {
+            config.set(key, &setting.value).map_err(|e| e.to_string())?;
+        }
+    }
+    Context::new(&config, features).map_err(|e| e.to_string())
 }
 
 /// Listens. Asked first with a socket of our own, which waits for a busy port, names who holds it, and spares UCX's

@@ -120,7 +120,7 @@ impl Ucx {
         let Some(endpoint) = conn.endpoint.as_ref().filter(|_| *of == id) else {
             return self.refuse(id, token);
         };
-        let worker = &mut self.worker;
+        let worker = self.workers.get(conn.worker);
         // SAFETY: lease and key keep what UCX uses; they are held until the flush has ended, or the endpoint is closed, or
         // the worker is gone.
         let posted = unsafe {
@@ -183,14 +183,14 @@ impl OneSided for Ucx {
     /// Before 1.19 UCX copies GPU memory by itself wrongly or not at all: only RDMA hardware, which reaches it without a
     /// copy, may be given it there.
     fn reaches_devices(&self) -> bool {
-        let context = self.worker.context();
+        let context = self.workers.context();
         let by_hardware = !self.access.forced;
         (by_hardware || context.library().version().minor >= STAGES_DEVICES)
             && (context.supports(MemoryType::Cuda) || context.supports(MemoryType::Rocm))
     }
 
     fn register(&mut self, addr: usize, len: usize) -> Result<Vec<u8>, String> {
-        let context = self.worker.context().clone();
+        let context = self.workers.context().clone();
         // SAFETY: the engine registers what its caller keeps mapped until it is deregistered.
         let memory =
             unsafe { Memory::map(&context, addr as *mut u8, len) }.map_err(|e| e.to_string())?;
@@ -204,13 +204,11 @@ impl OneSided for Ucx {
     }
 
     fn unpack(&mut self, conn: ConnId, key: &[u8]) -> Result<KeyId, String> {
-        let endpoint = self
-            .table
-            .conns
-            .get(&conn)
-            .and_then(|c| c.endpoint.as_ref());
-        let endpoint = endpoint.ok_or_else(|| "the connection is gone".to_owned())?;
-        let key = RemoteKey::unpack(&mut self.worker, endpoint, key).map_err(|e| e.to_string())?;
+        let gone = || "the connection is gone".to_owned();
+        let of = self.table.conns.get(&conn).ok_or_else(gone)?;
+        let endpoint = of.endpoint.as_ref().ok_or_else(gone)?;
+        let worker = self.workers.get(of.worker);
+        let key = RemoteKey::unpack(worker, endpoint, key).map_err(|e| e.to_string())?;
         self.access.next_key += 1;
         let id = KeyId(self.access.next_key);
         self.access.keys.insert(id, (conn, Arc::new(key)));
@@ -234,7 +232,7 @@ impl OneSided for Ucx {
         // SAFETY: as for a put, until the get has ended.
         let posted = unsafe {
             endpoint.get(
-                &mut self.worker,
+                self.workers.get(conn.worker),
                 target.ptr,
                 target.len,
                 None,

@@ -54,6 +54,8 @@ pub struct Setting {
 pub struct Plan {
     /// In the order in which they are made.
     pub settings: Vec<Setting>,
+    /// The same for the workers of peers of this host, if they are reached through shared memory; else none.
+    pub same_host: Vec<Setting>,
     /// What somebody should know.
     pub warnings: Vec<String>,
     /// One-sided transfers by hardware are possible: the context asks for them.
@@ -70,6 +72,10 @@ const SHARED_MEMORY: u32 = 16;
 /// The size of a fragment in shared memory. A piece of [`SHM_PIECE`](super::SHM_PIECE) with its heads fits one; from 60k on
 /// it is slow or corrupts data.
 const SHM_SEGMENT: &str = "17408";
+/// Fragments in the queue of a worker with one peer.
+const SHM_QUEUE: &str = "64";
+/// Fragments for which memory is made at a time.
+const SHM_BUFFERS: &str = "96";
 
 /// Decides the settings.
 ///
@@ -93,53 +99,23 @@ pub fn plan(facts: &Facts) -> Result<Plan, String> {
     let pinned = facts.version.minor == 20
         && facts.version.release < 2
         && facts.interface.as_deref() == Some("lo");
-    plan.shared_memory = !plan.one_sided && !old && !pinned && tls.asks_for_posix();
+    plan.shared_memory = !plan.one_sided && !old && !pinned && tls.allows_posix();
 
-    let mut add = Adder {
-        facts,
-        plan: &mut plan,
-    };
-    if add.plan.one_sided {
+    let mut add = Adder::new(facts);
+    if plan.one_sided {
         with_rdma(&mut add);
     } else {
-        without_rdma(&mut add, &tls, pinned);
+        without_rdma(&mut add, &tls, pinned, plan.shared_memory);
     }
-    if tls.names("tcp") {
-        for name in ["TX_SEG_SIZE", "RX_SEG_SIZE"] {
-            add.transport(
-                "TCP_",
-                name,
-                "256k",
-                "8 KB segments, the default, move large data at a third of the speed",
-            );
-        }
-    }
-    if facts.addr.is_ipv6() && tls.names("tcp") {
-        add.transport(
-            "TCP_",
-            "AF_PRIO",
-            "inet6,inet",
-            "the engine's address is an IPv6 one; with IPv4 first UCX dials the wrong family and corrupts memory (1.16 to 1.22)",
-        );
-    }
-    if EAGER_RAILS.iter().all(|name| !add.set(name)) {
-        add.plain(
-            EAGER_RAILS[0],
-            "1",
-            "over several devices at a time messages overtake each other; a file of UCX's settings may say otherwise",
-        );
-    }
-    add.manager(
-        "TCP_CM_REUSEADDR",
-        "y",
-        "a restarted process can listen on its port again at once",
-    );
-    pin_devices(&mut add);
+    everywhere(&mut add, &tls, plan.one_sided);
+    plan.settings = add.settings;
     if plan.shared_memory {
-        plan.warnings.push(
-            "UCX_TLS names posix: a peer that is killed while it sends through shared memory can leave this engine deaf to every peer that does; leave posix out where peers may die"
-                .to_owned(),
-        );
+        let mut add = Adder::new(facts);
+        same_host(&mut add, &tls);
+        everywhere(&mut add, &tls, false);
+        // These workers are made later, when the environment may not be touched; and what only it can say is about listening.
+        add.settings.retain(|setting| setting.key.is_some());
+        plan.same_host = add.settings;
     }
     if !facts.rdma.is_empty() && !plan.one_sided {
         plan.warnings.push(format!(
@@ -176,38 +152,32 @@ fn with_rdma(add: &mut Adder<'_>) {
     }
 }
 
-fn without_rdma(add: &mut Adder<'_>, tls: &Allowed, pinned: bool) {
-    let shared_memory = add.plan.shared_memory;
+fn without_rdma(add: &mut Adder<'_>, tls: &Allowed, pinned: bool, shared_memory: bool) {
     // The engine stages GPU memory itself, so UCX sees none of it unless its user wants that.
     let cuda = add.facts.cuda && !tls.is_default() && tls.names("cuda_copy");
     if tls.is_default() {
         add.plain(
             "TLS",
             "tcp",
-            "no RDMA here, GPU memory is staged by the engine, and a killed peer can leave UCX's shared memory stuck",
+            "no RDMA here, and GPU memory is staged by the engine",
+        );
+    } else if let Some(others) = tls.without_posix().filter(|_| shared_memory) {
+        // What the variable allows is used, but not here.
+        add.override_plain(
+            "TLS",
+            &others,
+            "shared memory is for workers that have one peer each: a killed one leaves its queue stuck",
         );
     }
-    if shared_memory {
-        add.plain(
-            "MM_ERROR_HANDLING",
-            "y",
-            "otherwise error handling switches shared memory off",
-        );
-        add.transport(
-            "POSIX_",
-            "SEG_SIZE",
-            SHM_SEGMENT,
-            "one piece fits one fragment",
-        );
-    } else if !cuda && add.facts.version.minor >= 16 {
-        // With shared memory v1 fails (messages of more than 100 bytes), with GPU memory it touches the device's pointers.
+    if !cuda && add.facts.version.minor >= 16 {
+        // With GPU memory v1 touches the device's pointers.
         add.plain(
             "PROTO_ENABLE",
             "n",
             "messages over TCP alone: protocol v1 connects in a fifth of the time",
         );
     }
-    if (!shared_memory && !cuda) || pinned {
+    if !cuda || pinned {
         add.plain(
             "CM_USE_ALL_DEVICES",
             "n",
@@ -216,7 +186,79 @@ fn without_rdma(add: &mut Adder<'_>, tls: &Allowed, pinned: bool) {
     }
 }
 
-fn pin_devices(add: &mut Adder<'_>) {
+/// The workers of peers of this host. Neither protocol v1, which fails over shared memory for messages of more than 100 bytes,
+/// nor the connection's device alone, which switches it off.
+fn same_host(add: &mut Adder<'_>, tls: &Allowed) {
+    if tls.is_default() {
+        add.plain(
+            "TLS",
+            "tcp,posix",
+            "peers of this host; never sysv, with which a stranger's process can crash this one",
+        );
+    }
+    add.plain(
+        "MM_ERROR_HANDLING",
+        "y",
+        "otherwise error handling switches shared memory off",
+    );
+    add.transport(
+        "POSIX_",
+        "SEG_SIZE",
+        SHM_SEGMENT,
+        "one piece fits one fragment",
+    );
+    if add.full_names() {
+        add.transport(
+            "POSIX_",
+            "FIFO_SIZE",
+            SHM_QUEUE,
+            "one sender's queue: what is under way stays in the cache",
+        );
+    }
+    add.transport(
+        "POSIX_",
+        "RX_BUFS_GROW",
+        SHM_BUFFERS,
+        "for the queue and some more; memory for 512 at a time takes milliseconds to make",
+    );
+}
+
+/// With and without RDMA, for all workers.
+fn everywhere(add: &mut Adder<'_>, tls: &Allowed, one_sided: bool) {
+    if tls.names("tcp") {
+        for name in ["TX_SEG_SIZE", "RX_SEG_SIZE"] {
+            add.transport(
+                "TCP_",
+                name,
+                "256k",
+                "8 KB segments, the default, move large data at a third of the speed",
+            );
+        }
+    }
+    if add.facts.addr.is_ipv6() && tls.names("tcp") {
+        add.transport(
+            "TCP_",
+            "AF_PRIO",
+            "inet6,inet",
+            "the engine's address is an IPv6 one; with IPv4 first UCX dials the wrong family and corrupts memory (1.16 to 1.22)",
+        );
+    }
+    if EAGER_RAILS.iter().all(|name| !add.set(name)) {
+        add.plain(
+            EAGER_RAILS[0],
+            "1",
+            "over several devices at a time messages overtake each other; a file of UCX's settings may say otherwise",
+        );
+    }
+    add.manager(
+        "TCP_CM_REUSEADDR",
+        "y",
+        "a restarted process can listen on its port again at once",
+    );
+    pin_devices(add, one_sided);
+}
+
+fn pin_devices(add: &mut Adder<'_>, one_sided: bool) {
     let Some(interface) = add.facts.interface.clone() else {
         return;
     };
@@ -224,7 +266,7 @@ fn pin_devices(add: &mut Adder<'_>) {
         return;
     }
     let mut devices = Vec::new();
-    if add.plan.one_sided {
+    if one_sided {
         let own = |d: &&RdmaDevice| d.interfaces.contains(&interface);
         let mine: Vec<_> = add
             .facts
@@ -397,21 +439,38 @@ impl Allowed {
         }
     }
 
-    /// Whether shared memory was asked for, in its safer form only.
-    ///
-    /// It is not the default: all senders share the receiver's queue, and one that is killed between taking a place there
-    /// and filling it leaves the receiver deaf to all of them (seen with every version, in 1 of 12 kills in mid-write).
-    fn asks_for_posix(&self) -> bool {
-        matches!(self, Allowed::Only(_)) && self.names("posix") && !self.names("sysv")
+    /// Whether shared memory may be used, in its safe form only: posix, with TCP to connect by.
+    fn allows_posix(&self) -> bool {
+        match self {
+            Allowed::Default => true,
+            Allowed::Only(_) => self.names("tcp") && self.names("posix") && !self.names("sysv"),
+            Allowed::Without(_) => false,
+        }
+    }
+
+    /// A list that names posix, without it.
+    fn without_posix(&self) -> Option<String> {
+        let Allowed::Only(list) = self else {
+            return None;
+        };
+        let others: Vec<_> = list.iter().filter(|t| *t != "posix").cloned().collect();
+        (self.allows_posix() && others.len() < list.len()).then(|| others.join(","))
     }
 }
 
 struct Adder<'a> {
     facts: &'a Facts,
-    plan: &'a mut Plan,
+    settings: Vec<Setting>,
 }
 
-impl Adder<'_> {
+impl<'a> Adder<'a> {
+    fn new(facts: &'a Facts) -> Self {
+        Self {
+            facts,
+            settings: Vec::new(),
+        }
+    }
+
     fn set(&self, name: &str) -> bool {
         self.facts.env.contains_key(&format!("UCX_{name}"))
     }
@@ -451,15 +510,24 @@ impl Adder<'_> {
         self.facts.version.minor >= FULL_NAMES
     }
 
+    /// A setting that stands although the variable is set, in its spirit.
+    fn override_plain(&mut self, name: &str, value: &str, reason: &'static str) {
+        self.insert(name, Some(name.to_owned()), value, reason);
+    }
+
     fn push(&mut self, name: &str, key: Option<String>, value: &str, reason: &'static str) {
         if !self.set(name) {
-            self.plan.settings.push(Setting {
-                variable: format!("UCX_{name}"),
-                key,
-                value: value.to_owned(),
-                reason,
-            });
+            self.insert(name, key, value, reason);
         }
+    }
+
+    fn insert(&mut self, name: &str, key: Option<String>, value: &str, reason: &'static str) {
+        self.settings.push(Setting {
+            variable: format!("UCX_{name}"),
+            key,
+            value: value.to_owned(),
+            reason,
+        });
     }
 }
 
@@ -503,42 +571,69 @@ mod tests {
             .map(|s| s.value.clone())
     }
 
-    #[test]
-    fn one_host_without_rdma_uses_tcp() {
-        let plan = plan(&facts(22)).expect("a plan");
-        assert!(!plan.shared_memory && !plan.one_sided && plan.warnings.is_empty());
-        assert_eq!(value(&plan, "UCX_TLS").as_deref(), Some("tcp"));
-        assert_eq!(value(&plan, "UCX_MM_ERROR_HANDLING"), None);
-        assert_eq!(value(&plan, "UCX_PROTO_ENABLE").as_deref(), Some("n"));
+    fn at_home(plan: &Plan, variable: &str) -> Option<String> {
+        plan.same_host
+            .iter()
+            .find(|s| s.variable == variable)
+            .map(|s| s.value.clone())
     }
 
     #[test]
-    fn posix_is_used_where_it_is_asked_for_with_a_warning() {
-        let plan = plan(&with(facts(22), &[("UCX_TLS", "tcp,posix")])).expect("a plan");
-        assert!(plan.shared_memory && !plan.one_sided);
-        assert!(plan.warnings[0].contains("posix"), "{:?}", plan.warnings);
-        assert_eq!(value(&plan, "UCX_TLS"), None);
-        assert_eq!(value(&plan, "UCX_MM_ERROR_HANDLING").as_deref(), Some("y"));
-        assert_eq!(value(&plan, "UCX_NET_DEVICES").as_deref(), Some("lo"));
-        assert_eq!(value(&plan, "UCX_TCP_TX_SEG_SIZE").as_deref(), Some("256k"));
-        assert_eq!(value(&plan, "UCX_TCP_CM_REUSEADDR").as_deref(), Some("y"));
+    fn without_rdma_other_hosts_are_reached_by_tcp_and_this_one_through_posix() {
+        let plan = plan(&facts(22)).expect("a plan");
+        assert!(plan.shared_memory && !plan.one_sided && plan.warnings.is_empty());
+        assert_eq!(value(&plan, "UCX_TLS").as_deref(), Some("tcp"));
+        assert_eq!(value(&plan, "UCX_MM_ERROR_HANDLING"), None);
+        assert_eq!(value(&plan, "UCX_PROTO_ENABLE").as_deref(), Some("n"));
+        assert_eq!(value(&plan, "UCX_CM_USE_ALL_DEVICES").as_deref(), Some("n"));
+        assert_eq!(at_home(&plan, "UCX_TLS").as_deref(), Some("tcp,posix"));
+        let error_handling = "UCX_MM_ERROR_HANDLING";
+        assert_eq!(at_home(&plan, error_handling).as_deref(), Some("y"));
         // Both would switch shared memory off or break it.
-        assert_eq!(value(&plan, "UCX_CM_USE_ALL_DEVICES"), None);
-        assert_eq!(value(&plan, "UCX_PROTO_ENABLE"), None);
+        assert_eq!(at_home(&plan, "UCX_CM_USE_ALL_DEVICES"), None);
+        assert_eq!(at_home(&plan, "UCX_PROTO_ENABLE"), None);
+        for both in [value, at_home] {
+            assert_eq!(both(&plan, "UCX_NET_DEVICES").as_deref(), Some("lo"));
+            assert_eq!(both(&plan, "UCX_TCP_TX_SEG_SIZE").as_deref(), Some("256k"));
+            assert_eq!(both(&plan, "UCX_MAX_EAGER_RAILS").as_deref(), Some("1"));
+        }
+    }
+
+    #[test]
+    fn what_only_the_environment_can_say_is_not_for_workers_made_later() {
+        let plan = plan(&facts(16)).expect("a plan");
+        assert!(plan.settings.iter().any(|s| s.key.is_none()));
+        assert!(plan.shared_memory && plan.same_host.iter().all(|s| s.key.is_some()));
+    }
+
+    #[test]
+    fn posix_in_a_list_is_for_peers_of_this_host_alone() {
+        let plan = plan(&with(facts(22), &[("UCX_TLS", "posix,tcp,self")])).expect("a plan");
+        assert!(plan.shared_memory && plan.warnings.is_empty());
+        assert_eq!(value(&plan, "UCX_TLS").as_deref(), Some("tcp,self"));
+        assert_eq!(at_home(&plan, "UCX_TLS"), None, "the user's own");
+    }
+
+    #[test]
+    fn with_rdma_there_is_no_shared_memory() {
+        let mut facts = facts(22);
+        facts.rdma = vec![hca()];
+        let plan = plan(&facts).expect("a plan");
+        assert!(plan.one_sided && !plan.shared_memory && plan.same_host.is_empty());
     }
 
     #[test]
     fn old_and_odd_versions_have_no_shared_memory() {
-        let asked = |minor| plan(&with(facts(minor), &[("UCX_TLS", "tcp,posix")]));
-        let old = asked(13).expect("a plan");
-        assert!(!old.shared_memory);
-        assert_eq!(value(&old, "UCX_MM_ERROR_HANDLING"), None);
-        // 1.13 aborts with v2 and knows v1 only.
-        assert_eq!(value(&old, "UCX_PROTO_ENABLE"), None);
-        let odd = asked(20).expect("a plan");
-        assert!(!odd.shared_memory);
-        assert_eq!(value(&odd, "UCX_CM_USE_ALL_DEVICES").as_deref(), Some("n"));
-        assert_eq!(value(&odd, "UCX_PROTO_ENABLE").as_deref(), Some("n"));
+        for vars in [&[][..], &[("UCX_TLS", "tcp,posix")]] {
+            let old = plan(&with(facts(13), vars)).expect("a plan");
+            assert!(!old.shared_memory && old.same_host.is_empty());
+            // 1.13 aborts with v2 and knows v1 only.
+            assert_eq!(value(&old, "UCX_PROTO_ENABLE"), None);
+            let odd = plan(&with(facts(20), vars)).expect("a plan");
+            assert!(!odd.shared_memory && odd.same_host.is_empty());
+            assert_eq!(value(&odd, "UCX_CM_USE_ALL_DEVICES").as_deref(), Some("n"));
+            assert_eq!(value(&odd, "UCX_PROTO_ENABLE").as_deref(), Some("n"));
+        }
     }
 
     #[test]
@@ -582,12 +677,19 @@ mod tests {
 
     #[test]
     fn sysv_is_never_switched_on_with_error_handling() {
-        for tls in ["all", "sm,tcp", "shm,tcp", "tcp,sysv,posix", "^cuda"] {
+        for tls in [
+            "all",
+            "sm,tcp",
+            "shm,tcp",
+            "tcp,sysv,posix",
+            "^cuda",
+            "posix",
+        ] {
             let plan = plan(&with(facts(22), &[("UCX_TLS", tls)])).expect("a plan");
             assert_eq!(value(&plan, "UCX_MM_ERROR_HANDLING"), None, "{tls}");
+            assert_eq!(value(&plan, "UCX_TLS"), None, "{tls}");
+            assert!(plan.same_host.is_empty(), "{tls}");
         }
-        let plan = plan(&with(facts(22), &[("UCX_TLS", "posix,tcp")])).expect("a plan");
-        assert_eq!(value(&plan, "UCX_MM_ERROR_HANDLING").as_deref(), Some("y"));
     }
 
     #[test]

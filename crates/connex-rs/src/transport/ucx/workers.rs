@@ -1,0 +1,153 @@
+//! The workers of a transport: one that listens and reaches other hosts, and one for each peer of this host.
+//!
+//! The queue of UCX's shared memory belongs to a worker and is filled by all who send to it. A sender that is killed between
+//! taking a place there and filling it leaves it stuck for good. So a peer of this host gets a worker that it shares with
+//! nobody: what its death leaves behind goes with that worker, and no other peer is disturbed (I6).
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::os::fd::RawFd;
+
+use connex_ucx::{ConnRequest, Context, Endpoint, Event, Worker};
+
+use super::kind;
+use crate::host;
+
+/// How many peers of this host get a worker of their own: each costs a queue of a megabyte in `/dev/shm`, some
+/// descriptors, and a look at each round. Further ones are reached over TCP.
+const OWN_LIMIT: usize = 32;
+
+/// Names a worker within its transport. Never reused.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub(super) struct WorkerId(u32);
+
+/// The one that listens.
+pub(super) const MAIN: WorkerId = WorkerId(0);
+
+/// The workers, in the order in which they go: connections that were accepted at the main one's listener are
+/// over before it is.
+pub(super) struct Workers {
+    own: BTreeMap<WorkerId, Worker>,
+    main: Worker,
+    /// The context of shared memory, where it may be used.
+    same_host: Option<Context>,
+    last: WorkerId,
+}
+
+impl Workers {
+    /// The main worker in `context`; those of peers of this host, if they are to have any, in `same_host`.
+    ///
+    /// # Errors
+    /// UCX's words.
+    pub(super) fn new(context: &Context, same_host: Option<Context>) -> Result<Self, String> {
+        Ok(Self {
+            own: BTreeMap::new(),
+            main: worker(context)?,
+            same_host,
+            last: MAIN,
+        })
+    }
+
+    pub(super) fn main(&mut self) -> &mut Worker {
+        &mut self.main
+    }
+
+    pub(super) fn context(&self) -> &Context {
+        self.main.context()
+    }
+
+    /// The worker of that name, which is there as long as a connection uses it.
+    pub(super) fn get(&mut self, id: WorkerId) -> &mut Worker {
+        self.own.get_mut(&id).unwrap_or(&mut self.main)
+    }
+
+    /// Makes the worker for a connection with `peer`: one of its own on this host, else the main one.
+    pub(super) fn choose(&mut self, peer: Option<IpAddr>) -> WorkerId {
+        let Some(context) = &self.same_host else {
+            return MAIN;
+        };
+        if self.own.len() >= OWN_LIMIT || !peer.is_some_and(is_own) {
+            return MAIN;
+        }
+        match worker(context) {
+            Ok(worker) => {
+                self.last.0 += 1;
+                self.own.insert(self.last, worker);
+                self.last
+            }
+            Err(reason) => {
+                tracing::warn!(
+                    target: "connex_rs::transport",
+                    %reason,
+                    "no worker for a peer of this host: it is reached over TCP"
+                );
+                MAIN
+            }
+        }
+    }
+
+    /// Takes a connection with the worker `id`.
+    ///
+    /// # Errors
+    /// UCX's words.
+    pub(super) fn accept(
+        &mut self,
+        request: ConnRequest,
+        id: WorkerId,
+    ) -> Result<Endpoint, String> {
+        let result = match self.own.get_mut(&id) {
+            Some(own) => request.accept_on(&mut self.main, own),
+            None => request.accept(&mut self.main),
+        };
+        result.map_err(|e| e.to_string())
+    }
+
+    /// Ends a worker whose connection is over; the main one stays.
+    pub(super) fn end(&mut self, id: WorkerId) {
+        self.own.remove(&id);
+    }
+
+    /// What to sleep on for the worker `id`.
+    pub(super) fn event_fd(&self, id: WorkerId) -> Option<RawFd> {
+        self.own.get(&id).unwrap_or(&self.main).event_fd().ok()
+    }
+
+    /// Calls `step` with each of them; gives the sum of what it gave.
+    pub(super) fn each(&mut self, mut step: impl FnMut(WorkerId, &mut Worker) -> usize) -> usize {
+        let main = step(MAIN, &mut self.main);
+        let own = self.own.iter_mut().map(|(&id, worker)| step(id, worker));
+        main + own.sum::<usize>()
+    }
+
+    /// The next event of any of them.
+    pub(super) fn next_event(&mut self) -> Option<(WorkerId, Event)> {
+        if let Some(event) = self.main.next_event() {
+            return Some((MAIN, event));
+        }
+        self.own
+            .iter_mut()
+            .find_map(|(&id, worker)| Some((id, worker.next_event()?)))
+    }
+
+    /// Prepares all of them to be slept on; false if one has something to do, or cannot be slept on.
+    pub(super) fn arm(&mut self) -> bool {
+        std::iter::once(&mut self.main)
+            .chain(self.own.values_mut())
+            .all(|worker| worker.arm().unwrap_or(false))
+    }
+}
+
+fn worker(context: &Context) -> Result<Worker, String> {
+    let mut worker = Worker::new(context).map_err(|e| e.to_string())?;
+    for kind in [kind::FRAME, kind::GREETING, kind::GOODBYE, kind::FAREWELL] {
+        worker.accept_messages(kind).map_err(|e| e.to_string())?;
+    }
+    Ok(worker)
+}
+
+/// Whether an address is this host's, so that who uses it is here too. (Another name space of the same host has other
+/// addresses, and may not share memory.)
+fn is_own(addr: IpAddr) -> bool {
+    let addr = addr.to_canonical();
+    addr.is_loopback() || host::interface_of(addr).is_some()
+}
