@@ -14,6 +14,7 @@ on_every_transport!(
     a_frozen_peer_during_a_read_times_out_and_nothing_lands,
     a_pause_shorter_than_the_timeout_is_no_event,
     restarts_under_one_identity,
+    killed_writers_leave_the_others_alone,
     two_hundred_clients_at_once,
     little_shared_memory_and_other_process_namespaces,
 );
@@ -156,6 +157,36 @@ fn a_pause_shorter_than_the_timeout_is_no_event(net: Net) {
         (a.stat("heartbeat_failures"), b.stat("heartbeat_failures")),
         (0, 0)
     );
+}
+
+/// Peers that are killed in the middle of their writes disturb no other peer, whatever queue they shared with it.
+fn killed_writers_leave_the_others_alone(net: Net) {
+    let (a, url_a) = local(net, 0, None);
+    let (c, url_c) = local(net, 1, None);
+    link(&a, &c, &url_c);
+    let (of_a, of_c) = (a.buffer(4096, 1, false), c.buffer(4096, 2, false));
+    let (in_a, in_c) = (a.buffer(4096, 3, true), c.buffer(4096, 4, true));
+    let target = a.buffer(BULK, 5, false);
+    let rounds = if soak() { 60 } else { 20 };
+    for round in 0..rounds {
+        let mut b = Agent::spawn(AGENT, &[]);
+        let url = b.start(config(net, 2, "127.0.0.1", 0, None));
+        b.call(json!({"do": "connect", "url": url_a}));
+        a.expect_up("a writer");
+        let source = b.buffer(BULK, 6, true);
+        for _ in 0..4 {
+            b.transfer("write", &url_a, source, target, BULK, None);
+        }
+        std::thread::sleep(Duration::from_millis(2 + round % 9));
+        b.kill();
+        for _ in 0..5 {
+            assert_eq!(a.read(&url_c, in_a, of_c, 4096, None), 0, "round {round}");
+            assert_eq!(c.read(&url_a, in_c, of_a, 4096, None), 0, "round {round}");
+        }
+        expect_death(&a, DIED, &url);
+    }
+    assert!(a.holds(in_a, 4096, 2) && c.holds(in_c, 4096, 1));
+    expect_settled(&[&a, &c], WATCH, "others");
 }
 
 /// Restarts a peer on its port many times, at rest and in the middle of transfers, with a smaller region the second time.
