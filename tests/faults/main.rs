@@ -11,6 +11,7 @@ mod deaths;
 mod identities;
 mod lanes;
 mod path;
+mod program;
 mod relays;
 
 use path::Path;

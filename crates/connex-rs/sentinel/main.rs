@@ -502,9 +502,11 @@ impl<'a> Watch<'a> {
 
     /// How long nothing has to be looked at; `None`: until woken.
     fn pause(&self, now: Instant) -> Option<Duration> {
-        if self.shared.peers_now.load(Ordering::Acquire) == 0 || self.announced {
+        if self.announced {
             return None;
         }
+        // Also while there is no peer: the wake-up that tells of the first one is lost if it comes just before we sleep, and a
+        // parent that is stopped at that moment rings no second time.
         let stalls = self
             .shared
             .engines
@@ -512,9 +514,11 @@ impl<'a> Watch<'a> {
             .map(|engine| engine.stall_ns.load(Ordering::Relaxed))
             .filter(|&stall| stall != 0)
             .map(|stall| Duration::from_nanos(stall / 8));
+        let peers = self.shared.peers_now.load(Ordering::Acquire) > 0;
         let dump = self
             .dump
             .as_ref()
+            .filter(|_| peers)
             .map(|_| self.dump_at.saturating_duration_since(now));
         stalls.chain(dump).min()
     }
@@ -625,4 +629,28 @@ fn dump_status(parent: u32) -> Option<File> {
         return None;
     }
     File::open(format!("/proc/{parent}/status")).ok()
+}
+
+// Of the module that the library makes of this file.
+#[cfg(test)]
+mod tests {
+    use super::super::memory::Memory;
+    use super::*;
+
+    #[test]
+    fn one_that_watches_for_stalls_never_sleeps_for_good() {
+        let (shared, _) = Memory::new().expect("memory");
+        let mut watch = Watch::new(&shared);
+        watch.dump = None;
+        let now = Instant::now();
+        assert_eq!(watch.pause(now), None, "nothing to look at");
+        // The first peer may come between this and the sleep, and who tells of it may be stopped then.
+        let stall = Duration::from_millis(100);
+        shared.engines[3]
+            .stall_ns
+            .store(stall.as_nanos() as u64, Ordering::Relaxed);
+        assert_eq!(watch.pause(now), Some(stall / 8));
+        watch.announced = true;
+        assert_eq!(watch.pause(now), None, "all has been said");
+    }
 }

@@ -28,6 +28,9 @@ pub(crate) enum Command {
     /// Run small engines until standard input ends
     #[command(hide = true)]
     Peers(PeersArgs),
+    /// Take links down between two network namespaces of its own
+    #[command(hide = true)]
+    LinkDown(LinkDownArgs),
 }
 
 /// How an engine is started.
@@ -223,12 +226,15 @@ pub(crate) struct FaultsArgs {
     /// Memory that the victim has touched, as 10M,1G,8G
     #[arg(long, value_delimiter = ',', default_value = "10M", value_parser = ballast, value_name = "SIZES")]
     pub(crate) ballast: Vec<usize>,
-    /// How often a peer is stopped
+    /// How often a peer is stopped, and how often a link is taken down
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
     pub(crate) stops: u64,
-    /// Heartbeat interval of the survivor of a stop; its timeout is three times that
+    /// Heartbeat interval of the survivor of a stop or a link that goes down; its timeout is three times that
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(1..=60_000), value_name = "MS")]
     pub(crate) heartbeat_ms: u64,
+    /// Time without progress after which the sentinel of a stopped process speaks
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(20..=60_000), value_name = "MS")]
+    pub(crate) stall_ms: u64,
     /// Fresh engines that connect
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
     pub(crate) connects: u64,
@@ -257,8 +263,12 @@ pub(crate) struct FaultsArgs {
 pub(crate) enum Fault {
     /// SIGKILL to the event, and restart to the first read
     Kill,
-    /// SIGSTOP to the suspicion
+    /// SIGSTOP to the suspicion, by heartbeats
     Stop,
+    /// SIGSTOP to the suspicion, by the sentinel of the stopped process
+    StopSentinel,
+    /// A network link goes down, to the suspicion, by heartbeats; between network namespaces, which needs root
+    LinkDown,
     /// Connect to the first read
     Connect,
     /// Longest read between healthy peers while others die and come back
@@ -272,6 +282,11 @@ pub(crate) enum Fault {
 }
 
 impl FaultsArgs {
+    /// Whether `what` is asked for by its name.
+    pub(crate) fn names(&self, what: Fault) -> bool {
+        self.only.contains(&what)
+    }
+
     /// Whether `what` is to be measured.
     pub(crate) fn wants(&self, what: Fault) -> bool {
         self.only.is_empty() || self.only.contains(&what)
@@ -295,6 +310,19 @@ pub(crate) struct PeersArgs {
     pub(crate) port: u16,
     #[arg(long, default_value_t = 0)]
     pub(crate) ballast: usize,
+    #[arg(long, default_value_t = 0)]
+    pub(crate) stall_ms: u64,
+}
+
+/// A survivor and a peer, and a link between them that goes down.
+#[derive(Args)]
+pub(crate) struct LinkDownArgs {
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+    #[arg(long)]
+    pub(crate) heartbeat_ms: u64,
+    #[arg(long)]
+    pub(crate) count: u64,
 }
 
 /// The size that `--large` adds.

@@ -43,6 +43,7 @@ fn main() -> ExitCode {
         cli::Command::Reader(args) => reader::remote(&args),
         cli::Command::Faults(args) => faults::run(&args),
         cli::Command::Peers(args) => peers::run(&args).map(|()| true),
+        cli::Command::LinkDown(args) => faults::link_down(&args).map(|()| true),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,

@@ -6,7 +6,7 @@ use anyhow::Context as _;
 use connex_rs::{Engine, Recipient, device};
 use serde::{Deserialize, Serialize};
 
-use crate::cli::{LARGE, OwnerArgs};
+use crate::cli::{LARGE, OwnerArgs, PeersArgs};
 use crate::control::{Answer, CONTROL, ECHO, HEADER, MAGIC, MAX_PEERS, Request, VERSION, encode};
 use crate::{channels, gpu, pattern, peers, verify};
 
@@ -151,8 +151,16 @@ impl Owner<'_> {
                 for engine in self.peers.drain(..) {
                     engine.close();
                 }
-                let started =
-                    peers::start(&self.args.engine, &self.args.ip, 1, count, heartbeat_ms, 0)?;
+                let started = peers::start(&PeersArgs {
+                    ip: self.args.ip.clone(),
+                    engine: self.args.engine.clone(),
+                    stage: 1,
+                    count,
+                    heartbeat_ms,
+                    port: 0,
+                    ballast: 0,
+                    stall_ms: 0,
+                })?;
                 let (engines, peers) = started.into_iter().unzip();
                 self.peers = engines;
                 Ok(Answer::Peers(peers))

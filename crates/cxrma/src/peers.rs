@@ -1,40 +1,36 @@
 //! Small engines, many in one process: the far ends of measurements with many peers.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
-use connex_rs::{Engine, Range, now_ns};
+use connex_rs::{Engine, Range, SentinelState, now_ns};
 
-use crate::cli::{EngineArgs, PeersArgs};
+use crate::cli::PeersArgs;
 use crate::control::Peer;
 use crate::pattern;
 
 /// Model name of all of them.
 pub(crate) const MODEL: &str = "cxrma-peer";
 
-/// Starts `count` engines with identities `stage`, replica 0 … and one filled page each.
+/// Starts engines with replicas 0 … and one filled page each.
 ///
 /// # Errors
 /// If an engine cannot be started.
-pub(crate) fn start(
-    engine: &EngineArgs,
-    ip: &str,
-    stage: u32,
-    count: u32,
-    heartbeat_ms: u64,
-    port: u16,
-) -> anyhow::Result<Vec<(Engine, Peer)>> {
+pub(crate) fn start(args: &PeersArgs) -> anyhow::Result<Vec<(Engine, Peer)>> {
+    let count = args.count;
+    let time = |ms: u64| (ms > 0).then(|| Duration::from_millis(ms));
     (0..count)
         .map(|replica| {
-            let mut config = engine.config(ip, MODEL, stage, replica)?;
-            config.port = port;
+            let mut config = args.engine.config(&args.ip, MODEL, args.stage, replica)?;
+            config.port = args.port;
             // Far ends are many in one process: polling ones would take the processors from each other.
             config.spin = if count > 1 {
                 Duration::ZERO
             } else {
                 config.spin
             };
-            config.heartbeat = (heartbeat_ms > 0).then(|| Duration::from_millis(heartbeat_ms));
+            config.heartbeat = time(args.heartbeat_ms);
+            config.stall = time(args.stall_ms);
             let started = Engine::start(config.with_environment()?)
                 .with_context(|| format!("cannot start engine {replica} of {count}"))?;
             let addr = started.allocate_managed_buffer(Peer::BYTES)?;
@@ -131,6 +127,24 @@ impl Page {
     }
 }
 
+/// Waits until a sentinel watches: it is started with the first engine, and takes some milliseconds.
+fn wait_for_sentinel(engines: &[Engine]) -> anyhow::Result<()> {
+    let start = Instant::now();
+    for engine in engines {
+        loop {
+            match engine.stats().sentinel {
+                SentinelState::Running { .. } => break,
+                SentinelState::Starting if start.elapsed() < crate::control::PATIENCE => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                SentinelState::Unavailable { reason } => bail!("there is no sentinel: {reason}"),
+                state => bail!("there is no sentinel: it is {}", state.name()),
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Runs small engines in this process until standard input ends: a victim, or bystanders, of `cxrma faults`.
 ///
 /// # Errors
@@ -140,15 +154,11 @@ pub(crate) fn run(args: &PeersArgs) -> anyhow::Result<()> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     // Written, not only reserved: memory that the kernel has to take back page by page.
     let ballast = vec![1u8; args.ballast];
-    let started = start(
-        &args.engine,
-        &args.ip,
-        args.stage,
-        args.count,
-        args.heartbeat_ms,
-        args.port,
-    )?;
+    let started = start(args)?;
     let (engines, offers): (Vec<Engine>, Vec<Peer>) = started.into_iter().unzip();
+    if args.stall_ms > 0 {
+        wait_for_sentinel(&engines)?;
+    }
     println!("{}", serde_json::to_string(&offers)?);
     std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())?;
     std::hint::black_box(&ballast);

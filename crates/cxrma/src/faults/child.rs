@@ -30,6 +30,8 @@ pub(super) struct Role<'a> {
     pub(super) heartbeat_ms: u64,
     /// Memory that the process touches.
     pub(super) ballast: usize,
+    /// After which time without progress their sentinel speaks, 0 for never.
+    pub(super) stall_ms: u64,
 }
 
 /// A process of small engines. Killed when dropped.
@@ -58,6 +60,7 @@ impl Victim {
             ("--heartbeat-ms", role.heartbeat_ms),
             ("--port", port.into()),
             ("--ballast", role.ballast as u64),
+            ("--stall-ms", role.stall_ms),
         ] {
             command.arg(name).arg(value.to_string());
         }

@@ -4,6 +4,7 @@
 //! CLOCK_MONOTONIC of one host.
 
 mod child;
+mod link;
 mod report;
 
 use std::collections::HashMap;
@@ -12,9 +13,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
+use clap::ValueEnum as _;
 use connex_rs::{Engine, EventKind, LogicalId, PeerUrl, now_ns};
 
 use self::child::{Role, Victim};
+pub(crate) use self::link::run as link_down;
 use self::report::{Holdings, Report, Row, SCHEMA};
 use crate::cli::{Fault, FaultsArgs};
 use crate::control::Peer;
@@ -36,6 +39,14 @@ const QUIET: Duration = Duration::from_millis(10);
 /// How long one attempt to read from a process that is being restarted may take.
 const ATTEMPT: Duration = Duration::from_millis(500);
 
+/// How the reason begins when heartbeats stay away.
+const HEARTBEATS: &str = "heartbeat timeout: ";
+
+/// What is promised for a suspicion by heartbeats: the timeout, three intervals, and one interval more.
+fn heartbeat_limit_us(heartbeat_ms: u64) -> f64 {
+    heartbeat_ms as f64 * 4e3
+}
+
 /// What makes one fault.
 type Case<'a> = fn(&mut Lab<'a>) -> anyhow::Result<()>;
 
@@ -48,13 +59,16 @@ pub(crate) fn run(args: &FaultsArgs) -> anyhow::Result<bool> {
         args,
         results: Vec::new(),
         problems: Vec::new(),
+        left_out: Vec::new(),
         engines: 0,
         transport: String::new(),
         steps: Steps::new(0),
     };
-    let cases: [(Fault, Case<'_>); 7] = [
+    let cases: [(Fault, Case<'_>); 9] = [
         (Fault::Kill, Lab::kill),
         (Fault::Stop, Lab::stop),
+        (Fault::StopSentinel, Lab::stop_sentinel),
+        (Fault::LinkDown, Lab::link_down),
         (Fault::Connect, Lab::connect),
         (Fault::Stall, Lab::stall),
         (Fault::Cycles, Lab::cycles),
@@ -64,8 +78,9 @@ pub(crate) fn run(args: &FaultsArgs) -> anyhow::Result<bool> {
     lab.steps = Steps::new(cases.iter().filter(|case| args.wants(case.0)).count() as u64);
     for (fault, case) in cases {
         if args.wants(fault) {
-            let name = format!("{fault:?}").to_lowercase();
-            lab.steps.next(&name);
+            let value = fault.to_possible_value();
+            let name = value.as_ref().map_or("?", |value| value.get_name());
+            lab.steps.next(name);
             case(&mut lab).with_context(|| format!("faults, {name}"))?;
         }
     }
@@ -78,6 +93,7 @@ pub(crate) fn run(args: &FaultsArgs) -> anyhow::Result<bool> {
         transport: lab.transport,
         results: lab.results,
         problems: lab.problems,
+        left_out: lab.left_out,
     };
     let mut out = std::io::stdout().lock();
     if args.json {
@@ -93,6 +109,7 @@ struct Lab<'a> {
     args: &'a FaultsArgs,
     results: Vec<Row>,
     problems: Vec<String>,
+    left_out: Vec<String>,
     /// Survivors so far: each has a fresh identity.
     engines: u32,
     transport: String,
@@ -127,6 +144,7 @@ impl<'a> Lab<'a> {
             count,
             heartbeat_ms: 0,
             ballast: 0,
+            stall_ms: 0,
         }
     }
 
@@ -240,8 +258,40 @@ impl<'a> Lab<'a> {
 
     fn stop(&mut self) -> anyhow::Result<()> {
         let heartbeat_ms = self.args.heartbeat_ms;
+        let told = self.stops(heartbeat_ms, 0, HEARTBEATS)?;
+        self.results.push(Row::Stop {
+            heartbeat_ms,
+            limit_us: heartbeat_limit_us(heartbeat_ms),
+            told: told.times(),
+            histogram: told.buckets(),
+        });
+        Ok(())
+    }
+
+    fn stop_sentinel(&mut self) -> anyhow::Result<()> {
+        let stall_ms = self.args.stall_ms;
+        let told = self.stops(0, stall_ms, "stall timeout: ")?;
+        self.results.push(Row::StopSentinel {
+            stall_ms,
+            limit_us: stall_ms as f64 * 1.5e3,
+            told: told.times(),
+            histogram: told.buckets(),
+        });
+        Ok(())
+    }
+
+    /// Stops peers, each once, and returns when the survivor suspected them, for a reason that begins with `reason`.
+    fn stops(
+        &mut self,
+        heartbeat_ms: u64,
+        stall_ms: u64,
+        reason: &str,
+    ) -> anyhow::Result<Recorder> {
         let survivor = self.survivor(heartbeat_ms)?;
-        let role = self.role(VICTIMS, 1);
+        let role = Role {
+            stall_ms,
+            ..self.role(VICTIMS, 1)
+        };
         let mut told = Recorder::new();
         let mut page = Page::new();
         for n in 0..self.args.stops {
@@ -254,18 +304,36 @@ impl<'a> Lab<'a> {
             let id = peer.url.parse::<PeerUrl>()?.id;
             let loss = wait_loss(&survivor, &id)?;
             told.record_ns(loss.ts_ns.saturating_sub(stopped));
-            if !loss.reason.contains("timeout") {
+            if !loss.reason.starts_with(reason) {
                 self.problems.push(format!(
-                    "the stop of {id} was taken for a death: {}",
+                    "the stop of {id} was taken for something else than a {reason}…: {}",
                     loss.reason
                 ));
             }
         }
         survivor.close();
-        let limit_us = heartbeat_ms as f64 * 4e3;
-        self.results.push(Row::Stop {
+        Ok(told)
+    }
+
+    fn link_down(&mut self) -> anyhow::Result<()> {
+        let heartbeat_ms = self.args.heartbeat_ms;
+        let seen = link::measure(&self.args.engine, heartbeat_ms, self.args.stops)?;
+        if let Some(why) = seen.unable {
+            // What was asked for by its name and cannot be had is an error.
+            let named = self.args.names(Fault::LinkDown);
+            ensure!(!named, "this cannot be measured here: {why}");
+            self.left_out.push(format!("link-down was left out: {why}"));
+            return Ok(());
+        }
+        self.transport = seen.transport;
+        let mut told = Recorder::new();
+        for ns in seen.told_ns {
+            told.record_ns(ns);
+        }
+        self.problems.extend(seen.problems);
+        self.results.push(Row::LinkDown {
             heartbeat_ms,
-            limit_us,
+            limit_us: heartbeat_limit_us(heartbeat_ms),
             told: told.times(),
             histogram: told.buckets(),
         });

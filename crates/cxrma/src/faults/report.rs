@@ -28,6 +28,8 @@ pub(super) struct Report {
     pub(super) results: Vec<Row>,
     /// What went wrong; empty if all is well.
     pub(super) problems: Vec<String>,
+    /// What could not be measured here, and why.
+    pub(super) left_out: Vec<String>,
 }
 
 /// One figure. Times are in microseconds.
@@ -53,6 +55,20 @@ pub(super) enum Row {
     },
     /// SIGSTOP to the time stamp of the suspicion; at most `limit_us` are promised.
     Stop {
+        heartbeat_ms: u64,
+        limit_us: f64,
+        told: Times,
+        histogram: Vec<Bucket>,
+    },
+    /// SIGSTOP to the time stamp of the suspicion that the stopped process's own sentinel raises.
+    StopSentinel {
+        stall_ms: u64,
+        limit_us: f64,
+        told: Times,
+        histogram: Vec<Bucket>,
+    },
+    /// The survivor's end of a network link goes down, to the time stamp of the suspicion; at most `limit_us` are promised.
+    LinkDown {
         heartbeat_ms: u64,
         limit_us: f64,
         told: Times,
@@ -94,6 +110,33 @@ pub(super) enum Row {
         timeout_ms: u64,
         false_alarms: u64,
     },
+}
+
+impl Row {
+    /// What was done, for the rows that have a histogram of it.
+    fn title(&self) -> String {
+        match self {
+            Self::Kill {
+                peers,
+                survivors,
+                ballast,
+                ..
+            } => format!(
+                "kill to event, {}, survivors {survivors}, peers {peers}",
+                size(*ballast)
+            ),
+            Self::Stop { heartbeat_ms, .. } => {
+                format!("stop to suspicion, heartbeats {heartbeat_ms} ms")
+            }
+            Self::StopSentinel { stall_ms, .. } => {
+                format!("stop to suspicion, sentinel, stall_ms {stall_ms}")
+            }
+            Self::LinkDown { heartbeat_ms, .. } => {
+                format!("link down to suspicion, heartbeats {heartbeat_ms} ms")
+            }
+            _ => String::new(),
+        }
+    }
 }
 
 /// What an engine and its process hold.
@@ -171,19 +214,19 @@ impl Report {
         };
         for row in &self.results {
             match row {
-                Row::Kill { peers, survivors, ballast, told, seen, .. } => {
-                    let who = format!("{}, survivors {survivors}, peers {peers}", size(*ballast));
-                    times.row(&cells(format!("kill to event, {who}"), told));
+                Row::Kill { told, seen, .. } => {
+                    let title = row.title();
+                    times.row(&cells(title.clone(), told));
                     if let Some(seen) = seen {
-                        times.row(&cells(format!("kill to application, {who}"), seen));
+                        times.row(&cells(title.replace("to event", "to application"), seen));
                     }
                 }
                 Row::Restart { peers, ballast, process, engine } => {
                     times.row(&cells(format!("process start to read, {}, peers {peers}", size(*ballast)), process));
                     times.row(&cells(format!("engine start to read, {}, peers {peers}", size(*ballast)), engine));
                 }
-                Row::Stop { heartbeat_ms, limit_us, told, .. } => {
-                    times.row(&cells(format!("stop to suspicion, heartbeats {heartbeat_ms} ms (limit {})", time(*limit_us)), told));
+                Row::Stop { limit_us, told, .. } | Row::StopSentinel { limit_us, told, .. } | Row::LinkDown { limit_us, told, .. } => {
+                    times.row(&cells(format!("{} (limit {})", row.title(), time(*limit_us)), told));
                 }
                 Row::Connect { peer, times: t } => times.row(&cells(format!("connect to read, {peer} peer"), t)),
                 Row::Stall { churns, faults, quiet, .. } => {
@@ -218,22 +261,16 @@ impl Report {
             text.push_str(&table.text());
         }
         for row in &self.results {
-            if let Row::Kill {
-                peers,
-                survivors,
-                ballast,
-                histogram,
-                ..
-            } = row
+            if let Row::Kill { histogram, .. }
+            | Row::Stop { histogram, .. }
+            | Row::StopSentinel { histogram, .. }
+            | Row::LinkDown { histogram, .. } = row
             {
-                text.push_str(&bars(
-                    &format!(
-                        "kill to event, {}, survivors {survivors}, peers {peers}",
-                        size(*ballast)
-                    ),
-                    histogram,
-                ));
+                text.push_str(&bars(&row.title(), histogram));
             }
+        }
+        for left_out in &self.left_out {
+            let _ = writeln!(text, "{left_out}");
         }
         for problem in &self.problems {
             let _ = writeln!(text, "WRONG: {problem}");
