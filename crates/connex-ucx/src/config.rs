@@ -1,10 +1,11 @@
 //! UCX's settings for one context.
 
-use std::ffi::{CString, c_char};
+use std::ffi::CString;
 use std::ptr::{self, NonNull};
 
 use crate::error::{Error, Result};
 use crate::library::Library;
+use crate::printed::printed;
 use crate::status::Status;
 use crate::sys;
 
@@ -85,34 +86,17 @@ impl Config {
 
     /// All settings, one `UCX_NAME=value` a line.
     pub fn print(&self) -> String {
-        let mut buffer: *mut c_char = ptr::null_mut();
-        let mut len = 0usize;
-        // SAFETY: both pointers outlive the stream.
-        let stream = unsafe { libc::open_memstream(&mut buffer, &mut len) };
-        if stream.is_null() {
-            return String::new();
-        }
-        // SAFETY: `raw` is alive and `stream` is an open stream; a null title is not printed.
-        unsafe {
-            self.library.ucp.ucp_config_print(
-                self.raw.as_ptr(),
-                stream,
-                c"".as_ptr(),
-                sys::UCS_CONFIG_PRINT_CONFIG,
-            );
-            libc::fclose(stream);
-        }
-        if buffer.is_null() {
-            return String::new();
-        }
-        // SAFETY: after `fclose` the buffer holds `len` bytes, and it is ours to free.
-        unsafe {
-            let text =
-                String::from_utf8_lossy(std::slice::from_raw_parts(buffer.cast::<u8>(), len))
-                    .into_owned();
-            libc::free(buffer.cast());
-            text
-        }
+        printed(|stream| {
+            // SAFETY: `raw` is alive and `stream` is open; an empty title is not printed.
+            unsafe {
+                self.library.ucp.ucp_config_print(
+                    self.raw.as_ptr(),
+                    stream,
+                    c"".as_ptr(),
+                    sys::UCS_CONFIG_PRINT_CONFIG,
+                )
+            }
+        })
     }
 }
 

@@ -9,7 +9,9 @@ use std::sync::Arc;
 use crate::addr::{self, RawAddr};
 use crate::core::{self, Core};
 use crate::error::{Error, Result};
+use crate::lanes;
 use crate::memory::Memory;
+use crate::printed::printed;
 use crate::request::{self, Answer, Op, Posted};
 use crate::rkey::RemoteKey;
 use crate::status::Status;
@@ -300,11 +302,32 @@ impl Endpoint {
             .map_or(0, |slot| slot.outstanding as usize)
     }
 
-    /// The transports it uses; complete once it is connected. Before UCX 1.14 nothing can be told.
+    /// The transports it uses; complete once it is connected. Empty if UCX cannot tell.
     ///
     /// # Errors
     /// The endpoint is closed.
     pub fn lanes(&self, worker: &mut Worker) -> Result<Vec<Lane>> {
+        match self.query_lanes(worker) {
+            Ok(lanes) if !lanes.is_empty() => Ok(lanes),
+            Err(e @ (Error::Closed { .. } | Error::Foreign { .. })) => Err(e),
+            // Before 1.14 there is no such query, and what UCX prints for people has to do.
+            _ => Ok(lanes::parse(&self.print(worker)?)),
+        }
+    }
+
+    /// What UCX prints about it for people: its lanes, and on some versions which protocols it would use.
+    ///
+    /// # Errors
+    /// The endpoint is closed.
+    pub fn print(&self, worker: &mut Worker) -> Result<String> {
+        let handle = self.handle(worker, "ucp_ep_print_info")?;
+        // SAFETY: the endpoint and the stream are open.
+        Ok(printed(|stream| unsafe {
+            worker.ucp().ucp_ep_print_info(handle, stream)
+        }))
+    }
+
+    fn query_lanes(&self, worker: &mut Worker) -> Result<Vec<Lane>> {
         const MAX: usize = 32;
         let handle = self.handle(worker, "ucp_ep_query")?;
         let mut entries = [sys::ucp_transport_entry_t {

@@ -82,13 +82,12 @@ fn eager_messages_keep_bytes_order_and_sender() {
         until(&mut a, &mut b, "every send's end", |a, b| {
             (a.worker.outstanding() + b.worker.outstanding() == 0).then_some(())
         });
-        if library().version().minor >= 14 {
-            let lanes = ab.lanes(&mut a.worker).expect("lanes");
-            assert!(
-                lanes.iter().any(|lane| tls.contains(&lane.transport)),
-                "{lanes:?}"
-            );
-        }
+        let lanes = ab.lanes(&mut a.worker).expect("lanes");
+        let printed = ab.print(&mut a.worker).expect("printed");
+        assert!(
+            !lanes.is_empty() && lanes.iter().all(|lane| tls.contains(&lane.transport)),
+            "{lanes:?}\n{printed}"
+        );
     }
 }
 
