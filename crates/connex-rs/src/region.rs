@@ -357,6 +357,12 @@ impl Registry {
         self.holding(addr, len, |access| access == Access::ReadWrite)
     }
 
+    /// Start and length of the nearest region that holds all of the range, whatever it allows.
+    pub fn holder(&self, addr: u64, len: u64) -> Option<(u64, u64)> {
+        let region = self.holding(addr, len, |_| true).ok()?;
+        Some((region.addr as u64, region.len as u64))
+    }
+
     /// A lease of the range for the engine's own side of a transfer: memory that is not registered
     /// is fine, a range that starts in a region and leaves it is not.
     ///
@@ -474,6 +480,8 @@ mod tests {
         assert_eq!(find(1110, 10), Err(Denied::Access));
         assert_eq!(find(1095, 100), Err(Denied::OutOfBounds));
         assert_eq!(find(10, 1), Err(Denied::Unregistered));
+        assert_eq!(registry.holder(1110, 10), Some((1050, 100)));
+        assert_eq!(registry.holder(1095, 100), None);
     }
 
     #[test]

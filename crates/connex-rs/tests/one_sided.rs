@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use connex_rs::transport::memory::Network;
 use connex_rs::transport::{ConnIds, Transport};
-use connex_rs::{Config, Engine, ErrorKind, LogicalId, Range};
+use connex_rs::{Access, Config, Engine, ErrorKind, LogicalId, Range};
 
 const WAIT: Option<Duration> = Some(Duration::from_secs(20));
 
@@ -211,4 +211,65 @@ fn a_chains_flag_and_a_signal_come_last() {
         .wait(WAIT)
         .expect("ended")
         .expect("well");
+}
+
+#[test]
+fn a_signal_of_a_refused_write_holds_up_no_later_message() {
+    let lab = Lab::new();
+    let ((a, _), (b, _)) = (lab.engine(0), lab.engine(1));
+    let (here, there) = (buffer(&a, 4096), buffer(&b, 4096));
+    for (round, message) in [0, 1, 100_000].into_iter().enumerate() {
+        // SAFETY: managed buffers outlive the transfer.
+        let refused = unsafe { a.put_signal(b.local_url(), here, 8, 64, vec![1; message], WAIT) };
+        let error = refused.expect("put").wait(WAIT).expect("ends");
+        assert_eq!(error.expect_err("no region").kind(), ErrorKind::Invalid);
+        let next = vec![round as u8; 10];
+        // SAFETY: as above.
+        let signal =
+            unsafe { a.put_signal(b.local_url(), here, there as u64, 64, next.clone(), WAIT) };
+        assert_eq!(b.recv_msg(WAIT), Some((a.id().clone(), next)));
+        signal
+            .expect("put")
+            .wait(WAIT)
+            .expect("ends")
+            .expect("well");
+    }
+    assert_eq!(a.stats().eps_created, 1);
+}
+
+#[test]
+fn a_region_with_limits_is_asked_for_and_its_limits_hold() {
+    let lab = Lab::new();
+    let ((a, _), (b, _)) = (lab.engine(0), lab.engine(1));
+    let here = buffer(&a, 4096);
+    for round in 1..20u8 {
+        let (source, sink) = (vec![round; 4096], vec![0u8; 4096]);
+        let (from, to) = (source.as_ptr() as usize, sink.as_ptr() as usize);
+        // SAFETY: the memories live until they are unregistered below.
+        unsafe {
+            b.register_memory_for(from, 4096, Access::ReadOnly)
+                .expect("register");
+            b.register_memory_for(to, 4096, Access::WriteOnly)
+                .expect("register");
+        }
+        // SAFETY: managed buffers outlive the calls.
+        let write = |at: usize| unsafe { a.write(b.local_url(), here, at as u64, 4096, WAIT) };
+        // SAFETY: as above.
+        let read = |at: usize| unsafe { a.read(b.local_url(), here, at as u64, 4096, WAIT) };
+        assert_eq!(
+            write(from).expect_err("read-only").kind(),
+            ErrorKind::Invalid
+        );
+        assert_eq!(read(to).expect_err("write-only").kind(), ErrorKind::Invalid);
+        read(from).expect("allowed");
+        assert_eq!(bytes(here, 4096), [round; 4096]);
+        write(to).expect("allowed");
+        assert_eq!(bytes(to, 4096), [round; 4096]);
+        for at in [from, to] {
+            b.unregister_memory(at).expect("unregister");
+        }
+        assert_eq!(a.stats().remote_rkeys, 0);
+        assert_eq!(read(from).expect_err("gone").kind(), ErrorKind::Invalid);
+    }
+    assert_eq!(lab.network.dead_key_uses(), 0);
 }

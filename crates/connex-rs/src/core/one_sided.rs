@@ -34,6 +34,8 @@ pub(crate) struct Progress {
     out: usize,
     /// A key has been asked for and not come.
     asking: bool,
+    /// What is left is to be asked for.
+    instead: bool,
     /// The signal has been sent.
     signalled: bool,
 }
@@ -111,6 +113,9 @@ impl Core {
             } => (elements, next, true, *chain),
             Work::Message(_) | Work::Open(_) => return,
         };
+        if progress.instead && op.doom.is_none() {
+            return self.ask_instead(id, conn);
+        }
         let count = elements.len();
         while op.doom.is_none() && !progress.asking && progress.out < IN_FLIGHT && *next < count {
             let element = &elements[*next];
@@ -333,10 +338,26 @@ impl Core {
             }
             _ => text.to_owned(),
         };
-        op.doom
-            .get_or_insert_with(|| Error::from_code(code, text).with_peer(&peer));
-        self.advance(req);
+        let error = Error::from_code(code, text).with_peer(&peer);
+        self.doom_or_ask(req, error);
         Ok(())
+    }
+
+    /// An operation cannot go on one-sided. It ends with `error`, but for one with a signal: its number among the messages is given
+    /// out, and later ones wait for it. The peer is asked for the rest then, which it refuses, and passes over the signal.
+    fn doom_or_ask(&mut self, id: OpId, error: Error) {
+        let Some(op) = self.ops.get_mut(&id) else {
+            return;
+        };
+        match &op.work {
+            Work::Write {
+                signal: Some(_), ..
+            } => op.one_sided.get_or_insert_default().instead = true,
+            _ => {
+                op.doom.get_or_insert(error);
+            }
+        }
+        self.advance(id);
     }
 
     /// The transport has unpacked a key, or could not.
@@ -352,11 +373,10 @@ impl Core {
         match result {
             Ok(id) => self.know_key(conn, base, len, min, Some(id)),
             Err(text) => {
-                if let Some(op) = self.ops.get_mut(&req) {
-                    let peer = self.peers[op.peer].id.clone();
-                    op.doom.get_or_insert_with(|| {
-                        Error::new(ErrorKind::Transport, text).with_peer(&peer)
-                    });
+                if let Some(op) = self.ops.get(&req) {
+                    let peer = &self.peers[op.peer].id;
+                    let error = Error::new(ErrorKind::Transport, text).with_peer(peer);
+                    return self.doom_or_ask(req, error);
                 }
             }
         }
@@ -457,12 +477,7 @@ impl Core {
         }
         match found {
             Ok((base, len, residence)) if !self.withdrawn(base) => {
-                self.one_sided
-                    .exports
-                    .entry(base)
-                    .or_default()
-                    .holders
-                    .insert(conn);
+                self.holds_key(base, conn);
                 self.out.push(Out::Export {
                     conn,
                     req,
@@ -471,29 +486,39 @@ impl Core {
                     device: residence.is_some(),
                 });
             }
-            other => {
-                self.shared.counters.requests_refused.add_one();
-                let why = match other {
-                    Err(Denied::Access) => {
-                        "its region limits what peers may do, which one-sided access cannot enforce"
-                    }
-                    Err(Denied::OutOfBounds) => {
-                        "the range leaves the peer's region that holds its start"
-                    }
-                    _ => "no region is registered there in the peer",
+            // A key would open it in both directions: no key, and who asked goes through us.
+            Err(Denied::Access) => {
+                let limited = self.shared.registry.lock().holder(addr, len);
+                let Some((base, len)) = limited.filter(|(base, _)| !self.withdrawn(*base)) else {
+                    return self.refuse_key(conn, req, addr, len, &Denied::Unregistered);
                 };
-                let text = format!("{len} bytes at {addr:#x}: {why}");
-                self.send_with(
-                    conn,
-                    &Message::Done {
-                        req,
-                        code: -4,
-                        elem: 0,
-                    },
-                    text.into_bytes(),
-                );
+                self.holds_key(base, conn);
+                self.exported(conn, req, base, len, false, Ok(Vec::new()));
             }
+            Err(why) => self.refuse_key(conn, req, addr, len, &why),
+            Ok(_) => self.refuse_key(conn, req, addr, len, &Denied::Unregistered),
         }
+    }
+
+    /// Remembers that a connection knows of a region, to be told when it goes.
+    fn holds_key(&mut self, base: u64, conn: ConnId) {
+        let export = self.one_sided.exports.entry(base).or_default();
+        export.holders.insert(conn);
+    }
+
+    fn refuse_key(&mut self, conn: ConnId, req: u64, addr: u64, len: u64, why: &Denied) {
+        self.shared.counters.requests_refused.add_one();
+        let why = match why {
+            Denied::OutOfBounds => "the range leaves the peer's region that holds its start",
+            _ => "no region is registered there in the peer",
+        };
+        let text = format!("{len} bytes at {addr:#x}: {why}");
+        let message = Message::Done {
+            req,
+            code: -4,
+            elem: 0,
+        };
+        self.send_with(conn, &message, text.into_bytes());
     }
 
     /// The transport has exported a region, or could not.
