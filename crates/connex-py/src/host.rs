@@ -39,7 +39,7 @@ pub(crate) fn interfaces(py: Python<'_>) -> Vec<(String, String)> {
 }
 
 /// The settings that an engine which advertises `ip` makes for UCX: `settings`, a list of `(variable, value, reason)`,
-/// `warnings`, `one_sided`, `shared_memory` and `rdma_devices`. Loads UCX. Raises `RuntimeError` as `ucx` does, `ValueError` for a bad
+/// `warnings`, `obstacles` (what keeps RDMA from working), `one_sided`, `shared_memory` and `rdma_devices` (those that this process can use, each with its interfaces). Loads UCX. Raises `RuntimeError` as `ucx` does, `ValueError` for a bad
 /// address or one that the variables exclude.
 #[pyfunction]
 pub(crate) fn ucx_plan<'py>(py: Python<'py>, ip: &str) -> PyResult<Bound<'py, PyDict>> {
@@ -48,7 +48,7 @@ pub(crate) fn ucx_plan<'py>(py: Python<'py>, ip: &str) -> PyResult<Bound<'py, Py
         .map_err(|_| PyValueError::new_err(format!("{ip:?} is not an IP address")))?;
     let library =
         detached(py, Library::load).map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
-    let facts = Facts::gather(library.version(), addr, connex_rs::host::interface_of(addr));
+    let facts = Facts::gather(library, addr, connex_rs::host::interface_of(addr));
     let plan = settings::plan(&facts).map_err(PyValueError::new_err)?;
     let dict = PyDict::new(py);
     let settings: Vec<_> = plan
@@ -58,6 +58,7 @@ pub(crate) fn ucx_plan<'py>(py: Python<'py>, ip: &str) -> PyResult<Bound<'py, Py
         .collect();
     dict.set_item("settings", settings)?;
     dict.set_item("warnings", plan.warnings)?;
+    dict.set_item("obstacles", plan.obstacles)?;
     dict.set_item("one_sided", plan.one_sided)?;
     dict.set_item("shared_memory", plan.shared_memory)?;
     let devices: Vec<_> = facts

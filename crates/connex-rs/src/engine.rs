@@ -117,7 +117,8 @@ impl Engine {
                 };
                 let ucx =
                     Ucx::listen(&options, ids).map_err(|e| Error::new(ErrorKind::Transport, e))?;
-                warnings.extend(ucx.plan().warnings.iter().cloned());
+                let plan = ucx.plan();
+                warnings.extend(plan.warnings.iter().chain(&plan.obstacles).cloned());
                 if authenticated {
                     let warning = "the secret authenticates identities only: UCX's own wire stays open to whoever reaches its ports";
                     tracing::warn!(target: "connex_rs::engine", "{warning}");

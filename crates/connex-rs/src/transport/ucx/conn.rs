@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use connex_ucx::{Endpoint, EpId, Lane, RemoteKey};
 
-use super::one_sided::Puts;
+use super::one_sided::{Puts, by_hardware};
 use super::workers::WorkerId;
 use crate::fork::Private;
 use crate::region::Lease;
@@ -183,6 +183,10 @@ pub(super) fn caps_of(lanes: &[Lane], pieces: Pieces) -> Caps {
             path = named;
         }
     }
+    // The lane that moves the data, not one that is there for keepalives.
+    if let Some(lane) = lanes.iter().find(|lane| by_hardware(lane)) {
+        path = format!("ucx:{}/{}", lane.transport, lane.device);
+    }
     if lanes.is_empty() {
         piece = pieces.unknown;
     }
@@ -228,6 +232,11 @@ mod tests {
         assert_eq!(
             caps(&[lane("rc_mlx5", "mlx5_0:1"), lane("tcp", "eth0")]),
             (8_000, "ucx:rc_mlx5/mlx5_0:1".into())
+        );
+        let keepalive = lane("ud_verbs", "rxe0:1");
+        assert_eq!(
+            caps(&[lane("rc_verbs", "rxe0:1"), keepalive]),
+            (8_000, "ucx:rc_verbs/rxe0:1".into())
         );
         assert_eq!(caps(&[]), (8_000, "ucx".into()));
     }

@@ -5,25 +5,59 @@ use std::fs;
 use std::net::IpAddr;
 use std::path::Path;
 
-use connex_ucx::Version;
+use connex_ucx::Library;
 
+use super::obstacles::{self, Roots};
 use super::settings::{Facts, RdmaDevice};
 
 impl Facts {
-    /// Gathers the facts: `addr` is the address that peers are told, `interface` the one that carries it.
-    pub fn gather(version: Version, addr: IpAddr, interface: Option<String>) -> Self {
+    /// Gathers the facts: `library` is the UCX in use, `addr` the address that peers are told, `interface` the one that carries
+    /// it. Opens the device files of RDMA devices, if there are any, and closes them again.
+    pub fn gather(library: &Library, addr: IpAddr, interface: Option<String>) -> Self {
         let env = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
             .filter(|(name, _)| name.starts_with("UCX_"))
             .collect();
-        Self {
-            version,
+        let mut facts = Self {
+            version: library.version(),
             env,
             addr,
             interface,
-            rdma: rdma_devices(Path::new("/sys")),
+            rdma: Vec::new(),
+            obstacles: Vec::new(),
+            locked_limit: None,
             cuda: Path::new("/dev/nvidiactl").exists(),
+        };
+        facts.look_for_rdma(&Roots::host(), library.path());
+        facts
+    }
+
+    /// Finds the RDMA ports that this process can use with the UCX at `libucp`, and what keeps it from others.
+    fn look_for_rdma(&mut self, roots: &Roots, libucp: &Path) {
+        let ports = rdma_devices(&roots.sys);
+        if ports.is_empty() {
+            return;
         }
+        let modules = self.env.get("UCX_MODULE_DIR").map(String::as_str);
+        if !obstacles::has_verbs(libucp, modules) {
+            let names: Vec<_> = ports.iter().map(|port| port.name.as_str()).collect();
+            return self.obstacles.push(obstacles::no_verbs(libucp, &names));
+        }
+        for port in ports {
+            let device = port.name.split(':').next().unwrap_or_default();
+            match obstacles::check_device(roots, device) {
+                Ok(()) => self.rdma.push(port),
+                Err(text) if self.obstacles.contains(&text) => {}
+                Err(text) => self.obstacles.push(text),
+            }
+        }
+        if self.rdma.is_empty() {
+            return;
+        }
+        self.obstacles.extend(obstacles::check_manager(roots).err());
+        self.locked_limit = obstacles::locked_limit(roots);
+        self.obstacles
+            .extend(obstacles::locked_memory(self.locked_limit));
     }
 }
 
@@ -250,5 +284,57 @@ mod tests {
         tree.port("mlx5_0", 1, UP).port("rxe0", 1, UP);
         tree.file("infiniband/rxe0/parent", "eth0\n");
         assert_eq!(tree.found(), [is("mlx5_0:1", &[]), is("rxe0:1", &["eth0"])]);
+    }
+
+    /// The facts of a process on the host of `tree`, with a UCX that has verbs.
+    fn usable(tree: &Tree) -> (Vec<String>, Vec<String>) {
+        let root = tree.0.with_extension("host");
+        let roots = Roots {
+            sys: tree.0.clone(),
+            dev: root.join("dev"),
+            proc: root.join("proc"),
+        };
+        let put = |path: &str, text: &str| {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("made");
+            fs::write(path, text).expect("written");
+        };
+        put("lib/ucx/libuct_ib.so.0", "");
+        put("dev/infiniband/uverbs0", "");
+        put("proc/self/status", "CapEff:\t0000000000000000\n");
+        put(
+            "proc/self/limits",
+            "Max locked memory         65536                65536                bytes\n",
+        );
+        let mut facts = Facts {
+            version: connex_ucx::MIN_VERSION,
+            env: std::collections::BTreeMap::new(),
+            addr: "10.0.0.1".parse().expect("an address"),
+            interface: None,
+            rdma: Vec::new(),
+            obstacles: Vec::new(),
+            locked_limit: None,
+            cuda: false,
+        };
+        facts.look_for_rdma(&roots, &root.join("lib/libucp.so.0"));
+        let _ = fs::remove_dir_all(root);
+        let names = facts.rdma.into_iter().map(|d| d.name).collect();
+        (names, facts.obstacles)
+    }
+
+    #[test]
+    fn only_what_the_process_can_open_counts_and_the_rest_is_explained() {
+        let tree = Tree::new("usable");
+        assert_eq!(usable(&tree), (vec![], vec![]), "no RDMA, nothing to say");
+        tree.port("mlx5_0", 1, UP).port("mlx5_1", 1, UP);
+        tree.file("infiniband_verbs/uverbs0/ibdev", "mlx5_0\n")
+            .file("infiniband_verbs/uverbs1/ibdev", "mlx5_1\n");
+        let (names, obstacles) = usable(&tree);
+        assert_eq!(names, ["mlx5_0:1"]);
+        let about = ["mlx5_1", "rdma_cm", "64 KiB"];
+        assert_eq!(obstacles.len(), about.len(), "{obstacles:?}");
+        for (text, about) in obstacles.iter().zip(about) {
+            assert!(text.contains(about), "{about}: {text}");
+        }
     }
 }

@@ -12,6 +12,7 @@ mod conn;
 mod devices;
 mod facts;
 mod gate;
+mod obstacles;
 mod one_sided;
 pub mod settings;
 mod workers;
@@ -90,6 +91,8 @@ pub struct Ucx {
     access: Access,
     plan: Plan,
     pieces: Pieces,
+    /// The RDMA devices in use, for people.
+    rdma: Option<String>,
     /// The version's word for a reset connection is a time-out (before 1.16).
     timeout_is_reset: bool,
     /// Closed connections that are to be reported.
@@ -133,43 +136,35 @@ impl Ucx {
 
     fn listen_with(options: &Options, ids: ConnIds, force_one_sided: bool) -> Result<Self, String> {
         let library = Library::load().map_err(|e| e.to_string())?;
-        let facts = Facts::gather(
-            library.version(),
-            options.advertise,
-            options.interface.clone(),
-        );
+        let facts = Facts::gather(library, options.advertise, options.interface.clone());
         let mut plan = settings::plan(&facts)?;
         if force_one_sided {
             // Protocol v1, good for messages alone, cannot put on 1.22.
             plan.settings
                 .retain(|setting| setting.variable != "UCX_PROTO_ENABLE");
         }
-        for warning in &plan.warnings {
+        for warning in plan.warnings.iter().chain(&plan.obstacles) {
             tracing::warn!(target: "connex_rs::transport", "{warning}");
         }
-        let access = Access::new(plan.one_sided, force_one_sided);
+        let mut access = Access::new(plan.one_sided, force_one_sided);
+        access.locked_limit = facts.locked_limit;
         // A context for one-sided access offers peers more than the requested way needs.
         let features = Features {
             rma: access.enabled,
         };
-        // What this version's configuration does not take goes through the environment, for as long as UCX reads it.
-        let by_env: Vec<_> = plan.settings.iter().filter(|s| s.key.is_none()).collect();
-        let _environment = (!by_env.is_empty()).then(|| {
-            ScopedEnv::set(
-                by_env
-                    .iter()
-                    .map(|s| (s.variable.as_str(), s.value.as_str())),
-            )
-        });
-        let context = context(library, &plan.settings, features)?;
+        // UCX's statuses do not say that a device could not be opened or memory not be locked.
+        let explained = |text: String| with_obstacles(text, &plan.obstacles);
+        let context = |config| Context::new(config, features).map_err(|e| explained(e.to_string()));
+        let (config, _environment) = configure(library, &plan.settings)?;
+        let main = context(&config)?;
         let same_host = if plan.shared_memory && !force_one_sided {
-            Some(self::context(library, &plan.same_host, features)?)
+            Some(context(&configure(library, &plan.same_host)?.0)?)
         } else {
             None
         };
-        let mut workers = Workers::new(&context, same_host)?;
+        let mut workers = Workers::new(&main, same_host).map_err(explained)?;
         let fd = workers.main().event_fd().map_err(|e| e.to_string())?;
-        let listener = bind(workers.main(), options.listen)?;
+        let listener = bind(workers.main(), options.listen).map_err(explained)?;
         Ok(Self {
             local: listener.addr(),
             gate: Gate::new(listener, fd)?,
@@ -178,6 +173,7 @@ impl Ucx {
             table: Table::default(),
             access,
             pieces: pieces(&facts),
+            rdma: plan.one_sided.then(|| facts.rdma_text()),
             timeout_is_reset: library.version().minor < 16,
             plan,
             gone: Vec::new(),
@@ -482,7 +478,12 @@ impl Ucx {
             Some((State::Leaving, true)) => Gone::Local,
             Some((_, true)) => Gone::EndOfStream,
             _ if timeout => Gone::TimedOut { detail },
-            Some((State::Dialing, _)) => Gone::Unreachable { detail },
+            Some((State::Dialing, _)) => Gone::Unreachable {
+                detail: match &self.rdma {
+                    Some(devices) => unreachable_by_rdma(status, devices),
+                    None => detail,
+                },
+            },
             _ => Gone::Reset { detail },
         }
     }
@@ -712,19 +713,30 @@ impl Transport for Ucx {
     }
 }
 
-/// Makes a context with these settings, as far as UCX's configuration takes them.
-fn context(
+/// A configuration of UCX with these settings. What this version's configuration does not take stands in the environment while the
+/// guard lives, which must be until the context's workers and listeners are made.
+///
+/// # Errors
+/// A variable or a value that UCX does not take.
+#[doc(hidden)]
+pub fn configure(
     library: &'static Library,
     settings: &[Setting],
-    features: Features,
-) -> Result<Context, String> {
+) -> Result<(Config, Option<ScopedEnv>), String> {
+    let by_env: Vec<_> = settings.iter().filter(|s| s.key.is_none()).collect();
+    let environment = (!by_env.is_empty()).then(|| {
+        let pairs = by_env
+            .iter()
+            .map(|s| (s.variable.as_str(), s.value.as_str()));
+        ScopedEnv::set(pairs)
+    });
     let mut config = Config::read(library).map_err(|e| e.to_string())?;
     for setting in settings {
         if let Some(key) = &setting.key {
             config.set(key, &setting.value).map_err(|e| e.to_string())?;
         }
     }
-    Context::new(&config, features).map_err(|e| e.to_string())
+    Ok((config, environment))
 }
 
 /// Listens. Asked first with a socket of our own, which waits for a busy port, names who holds it, and spares UCX's
@@ -734,6 +746,27 @@ fn bind(worker: &mut Worker, addr: SocketAddr) -> Result<Listener, String> {
     worker
         .listen(addr)
         .map_err(|e| format!("cannot listen on {addr}: {e}"))
+}
+
+/// What the status of a dial means where connections are made through RDMA devices: UCX's words do not tell.
+fn unreachable_by_rdma(status: Status, devices: &str) -> String {
+    match status {
+        Status::IO_ERROR | Status::INVALID_ADDR | Status::NO_DEVICE => format!(
+            "{status}: the address could not be resolved to a way over RDMA ({devices}): it must be reachable through the interface of one of \
+             these devices (ip route get ADDRESS tells), or be named with UCX_NET_DEVICES"
+        ),
+        Status::UNREACHABLE | Status::REJECTED => format!(
+            "{status}: nobody listens there over RDMA ({devices}): the peer must run, and its address be that of an RDMA device's interface"
+        ),
+        other => other.to_string(),
+    }
+}
+
+/// An error with what is known to stand in the way behind it.
+fn with_obstacles(error: String, obstacles: &[String]) -> String {
+    obstacles
+        .iter()
+        .fold(error, |text, obstacle| format!("{text}; {obstacle}"))
 }
 
 /// The pieces that fit the fragments in use.

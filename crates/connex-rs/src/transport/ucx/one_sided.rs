@@ -30,6 +30,8 @@ pub(super) struct Access {
     pub(super) enabled: bool,
     /// It counts as usable without hardware, see [`FORCE`].
     pub(super) forced: bool,
+    /// How many bytes the process may lock in memory, if there is a limit.
+    pub(super) locked_limit: Option<u64>,
     memories: HashMap<usize, Memory>,
     keys: HashMap<KeyId, (ConnId, Arc<RemoteKey>)>,
     next_key: u64,
@@ -42,6 +44,18 @@ impl Access {
             enabled: by_plan || forced,
             forced,
             ..Self::default()
+        }
+    }
+
+    /// Why `len` bytes could not be registered: the kernel's answer, and the limit that most often is behind it.
+    fn cannot_register(&self, len: usize, answer: &str) -> String {
+        match self.locked_limit {
+            Some(limit) => format!(
+                "{answer}: {len} bytes are to be locked in memory, and the process may lock {} KiB in all: raise the limit (ulimit -l \
+                 unlimited; LimitMEMLOCK=infinity in a systemd unit; docker run --ulimit memlock=-1)",
+                limit >> 10
+            ),
+            None => format!("{answer} ({len} bytes)"),
         }
     }
 
@@ -192,8 +206,8 @@ impl OneSided for Ucx {
     fn register(&mut self, addr: usize, len: usize) -> Result<Vec<u8>, String> {
         let context = self.workers.context().clone();
         // SAFETY: the engine registers what its caller keeps mapped until it is deregistered.
-        let memory =
-            unsafe { Memory::map(&context, addr as *mut u8, len) }.map_err(|e| e.to_string())?;
+        let memory = unsafe { Memory::map(&context, addr as *mut u8, len) }
+            .map_err(|e| self.access.cannot_register(len, &e.to_string()))?;
         let key = memory.key().map_err(|e| e.to_string())?;
         self.access.memories.insert(addr, memory);
         Ok(key)
@@ -283,5 +297,22 @@ impl OneSided for Ucx {
 
     fn reap(&mut self, into: &mut Vec<OneSidedDone>) {
         into.append(&mut self.access.done);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_registration_that_fails_names_the_limit() {
+        let mut access = Access::new(true, false);
+        let text = access.cannot_register(4096, "input/output error");
+        assert_eq!(text, "input/output error (4096 bytes)");
+        access.locked_limit = Some(65536);
+        let text = access.cannot_register(1 << 20, "input/output error");
+        for part in ["input/output error", "1048576 bytes", "64 KiB", "ulimit -l"] {
+            assert!(text.contains(part), "{text}");
+        }
     }
 }

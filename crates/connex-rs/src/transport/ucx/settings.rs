@@ -9,6 +9,8 @@ use std::net::IpAddr;
 
 use connex_ucx::Version;
 
+use super::obstacles;
+
 /// An RDMA device, as sysfs shows it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RdmaDevice {
@@ -29,10 +31,22 @@ pub struct Facts {
     pub addr: IpAddr,
     /// The interface that carries `addr`; `None` if none does.
     pub interface: Option<String>,
-    /// The host's usable RDMA ports.
+    /// The RDMA ports that this process can use.
     pub rdma: Vec<RdmaDevice>,
+    /// What keeps the process from RDMA devices that the host has, or will: each a sentence with the way out.
+    pub obstacles: Vec<String>,
+    /// How many bytes may be locked in memory, where RDMA is usable; `None`: as many as are wanted.
+    pub locked_limit: Option<u64>,
     /// A CUDA driver is there, so UCX may be given GPU memory.
     pub cuda: bool,
+}
+
+impl Facts {
+    /// The usable RDMA ports, for people.
+    pub(super) fn rdma_text(&self) -> String {
+        let names: Vec<_> = self.rdma.iter().map(|d| d.name.as_str()).collect();
+        names.join(", ")
+    }
 }
 
 /// One setting that the engine makes.
@@ -58,6 +72,8 @@ pub struct Plan {
     pub same_host: Vec<Setting>,
     /// What somebody should know.
     pub warnings: Vec<String>,
+    /// What keeps RDMA from working and should be put right.
+    pub obstacles: Vec<String>,
     /// One-sided transfers by hardware are possible: the context asks for them.
     pub one_sided: bool,
     /// Peers on the same host are reached through shared memory.
@@ -69,6 +85,8 @@ const FULL_NAMES: u32 = 17;
 /// The first version on which shared memory can be used with peer error handling: in 1.13 messages of more than 100
 /// bytes fail ("Invalid am_short_iov length").
 const SHARED_MEMORY: u32 = 16;
+/// The first version whose protocol v1 refuses puts (1.21 still makes them).
+const PUTS_NEED_V2: u32 = 22;
 /// The size of a fragment in shared memory. A piece of [`SHM_PIECE`](super::SHM_PIECE) with its heads fits one; from 60k on
 /// it is slow or corrupts data.
 const SHM_SEGMENT: &str = "17408";
@@ -80,8 +98,8 @@ const SHM_BUFFERS: &str = "96";
 /// Decides the settings.
 ///
 /// # Errors
-/// A variable with which the engine cannot work: one that excludes the interface of the address, or that lets messages
-/// overtake each other. The text names it and the way out.
+/// A variable with which the engine cannot work: one that excludes the interface of the address, lets messages overtake each
+/// other, or asks for a protocol that this version cannot write with. The text names it and the way out.
 pub fn plan(facts: &Facts) -> Result<Plan, String> {
     check_devices(facts)?;
     check_order(facts)?;
@@ -94,6 +112,11 @@ pub fn plan(facts: &Facts) -> Result<Plan, String> {
     let mut plan = Plan::default();
     let tls = Allowed::of(facts.env.get("UCX_TLS").map(String::as_str));
     plan.one_sided = !facts.rdma.is_empty() && tls.rdma() && devices_allow_rdma(facts);
+    check_protocol(facts, plan.one_sided)?;
+    check_locked_memory(facts, plan.one_sided)?;
+    if tls.rdma() {
+        plan.obstacles.clone_from(&facts.obstacles);
+    }
     let old = facts.version.minor < SHARED_MEMORY;
     // 1.20.0 and 1.20.1 find no route over `lo` unless lanes are pinned, and pinned lanes switch shared memory off.
     let pinned = facts.version.minor == 20
@@ -120,12 +143,7 @@ pub fn plan(facts: &Facts) -> Result<Plan, String> {
     if !facts.rdma.is_empty() && !plan.one_sided {
         plan.warnings.push(format!(
             "RDMA devices ({}) are there, but UCX_TLS or UCX_NET_DEVICES rules them out",
-            facts
-                .rdma
-                .iter()
-                .map(|d| d.name.as_str())
-                .collect::<Vec<_>>()
-                .join(", ")
+            facts.rdma_text()
         ));
     }
     Ok(plan)
@@ -334,6 +352,40 @@ fn check_order(facts: &Facts) -> Result<(), String> {
     Ok(())
 }
 
+/// Refuses a protocol with which this version cannot put: a chain's flag and a signal stand for writes that are in place.
+fn check_protocol(facts: &Facts, one_sided: bool) -> Result<(), String> {
+    let version = facts.version;
+    let asked = facts.env.get("UCX_PROTO_ENABLE").map(|value| value.trim());
+    let (yes, no) = (
+        matches!(asked, Some("y" | "yes" | "on" | "1")),
+        matches!(asked, Some("n" | "no" | "off" | "0")),
+    );
+    if one_sided && no && version.minor >= PUTS_NEED_V2 {
+        return Err(format!(
+            "UCX_PROTO_ENABLE=n: UCX {version} cannot write over RDMA with protocol v1, so no data could be in place before its flag: unset it, or set it to y"
+        ));
+    }
+    if yes && version.minor < SHARED_MEMORY {
+        return Err(format!(
+            "UCX_PROTO_ENABLE=y: protocol v2 of UCX {version} ends the process when it connects: unset it, or use UCX {}.{SHARED_MEMORY} or newer",
+            version.major
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses RDMA where UCX would not even get its own buffers.
+fn check_locked_memory(facts: &Facts, one_sided: bool) -> Result<(), String> {
+    let too_low = |limit: &u64| one_sided && *limit < obstacles::LOCKED_NEEDED;
+    match facts.locked_limit.filter(too_low) {
+        Some(limit) => Err(format!(
+            "{}; or do without RDMA: transport \"tcp\"",
+            obstacles::locked_memory(Some(limit)).unwrap_or_default()
+        )),
+        None => Ok(()),
+    }
+}
+
 fn devices_allow_rdma(facts: &Facts) -> bool {
     match facts.env.get("UCX_NET_DEVICES") {
         Some(list) => {
@@ -491,7 +543,7 @@ impl<'a> Adder<'a> {
         self.push(&full, Some(key), value, reason);
     }
 
-    /// A setting of a connection manager: before 1.17 the configuration does not take it at all.
+    /// A setting of a connection manager or of shared memory: before 1.17 the configuration does not take it, by no name.
     fn manager(&mut self, name: &str, value: &str, reason: &'static str) {
         self.push(
             name,
@@ -546,6 +598,8 @@ mod tests {
             addr: "127.0.0.1".parse().expect("an address"),
             interface: Some("lo".into()),
             rdma: Vec::new(),
+            obstacles: Vec::new(),
+            locked_limit: None,
             cuda: false,
         }
     }
@@ -652,6 +706,15 @@ mod tests {
             Some("TCP_TX_SEG_SIZE")
         );
         assert_eq!(key(16, "UCX_TCP_CM_REUSEADDR"), None);
+        let posix = |minor| {
+            let plan = plan(&with(facts(minor), &[("UCX_TLS", "tcp,posix")])).expect("a plan");
+            let mut settings = plan.settings.into_iter();
+            let setting = settings.find(|s| s.variable == "UCX_POSIX_SEG_SIZE");
+            setting.expect("a setting").key
+        };
+        // 1.16 takes SEG_SIZE without a word and keeps its 8 KB.
+        assert_eq!(posix(16), None);
+        assert_eq!(posix(18).as_deref(), Some("POSIX_SEG_SIZE"));
         assert_eq!(
             key(18, "UCX_TCP_CM_REUSEADDR").as_deref(),
             Some("TCP_CM_REUSEADDR")
@@ -776,6 +839,55 @@ mod tests {
             !without.one_sided && without.warnings[0].contains("mlx5_0:1"),
             "{without:?}"
         );
+    }
+
+    #[test]
+    fn a_protocol_that_cannot_write_is_refused_by_name() {
+        let asked = |minor, value: &str, rdma: bool| {
+            let mut facts = with(facts(minor), &[("UCX_PROTO_ENABLE", value)]);
+            if rdma {
+                facts.rdma = vec![hca()];
+            }
+            plan(&facts)
+        };
+        let text = asked(22, "n", true).expect_err("v1 of 1.22 has no puts");
+        for part in ["UCX_PROTO_ENABLE=n", "1.22", "set it to y"] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(asked(23, "no", true).is_err());
+        assert!(asked(22, "n", false).is_ok(), "messages work in v1");
+        assert!(asked(21, "n", true).is_ok() && asked(22, "y", true).is_ok());
+        let text = asked(13, "y", false).expect_err("v2 of 1.13 aborts");
+        for part in ["UCX_PROTO_ENABLE=y", "1.13", "1.16 or newer"] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(asked(13, "n", true).is_ok() && asked(16, "y", true).is_ok());
+    }
+
+    #[test]
+    fn rdma_without_locked_memory_is_refused_with_the_way_out() {
+        let mut facts = facts(22);
+        facts.locked_limit = Some(8 << 20);
+        assert!(plan(&facts).is_ok(), "no RDMA");
+        facts.rdma = vec![hca()];
+        let text = plan(&facts).expect_err("too little");
+        for part in ["8192 KiB", "ulimit -l unlimited", "transport \"tcp\""] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(plan(&with(facts.clone(), &[("UCX_TLS", "tcp")])).is_ok());
+        facts.locked_limit = Some(64 << 20);
+        assert!(plan(&facts).is_ok());
+        facts.locked_limit = None;
+        assert!(plan(&facts).is_ok());
+    }
+
+    #[test]
+    fn obstacles_are_told_where_rdma_is_wanted() {
+        let mut facts = facts(22);
+        facts.obstacles = vec!["no device file".into()];
+        assert_eq!(plan(&facts).expect("a plan").obstacles, facts.obstacles);
+        let tcp = plan(&with(facts, &[("UCX_TLS", "tcp")])).expect("a plan");
+        assert!(tcp.obstacles.is_empty(), "RDMA is not wanted");
     }
 
     #[test]

@@ -553,3 +553,20 @@ fn reap(a: &mut Side, b: &mut Side, token: u64) {
 fn one_sided_pair() -> (Side, ConnId, Side, ConnId) {
     connect(Side::with(true), Side::with(true))
 }
+
+#[test]
+fn a_dial_that_fails_over_rdma_names_the_devices_and_the_way_out() {
+    let text = unreachable_by_rdma(Status::IO_ERROR, "mlx5_0:1");
+    for part in ["input/output error", "resolved", "mlx5_0:1", "ip route get"] {
+        assert!(text.contains(part), "{text}");
+    }
+    let text = unreachable_by_rdma(Status::UNREACHABLE, "mlx5_0:1");
+    assert!(
+        text.contains("nobody listens there over RDMA (mlx5_0:1)"),
+        "{text}"
+    );
+    let other = unreachable_by_rdma(Status::NO_MEMORY, "mlx5_0:1");
+    assert_eq!(other, Status::NO_MEMORY.to_string());
+    let all = with_obstacles("out of memory".into(), &["one".into(), "two".into()]);
+    assert_eq!(all, "out of memory; one; two");
+}
