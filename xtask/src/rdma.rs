@@ -25,6 +25,8 @@ const CHECKS: &str = include_str!("../rdma/checks.sh");
 /// Test binaries of the checks: the variable that names each there, its package and its target.
 const BINARIES: &[(&str, &str, &str)] = &[
     ("INTEGRITY", "connex-rs", "integrity"),
+    ("SURFACE", "connex-rs", "surface"),
+    ("REJOIN", "connex-rs", "rejoin"),
     ("RDMA", "connex-rs", "rdma"),
     ("CXRMA", "cxrma", "cxrma"),
 ];
