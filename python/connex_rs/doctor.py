@@ -13,7 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
-from connex_rs import __version__, _connex_rs, _ucx
+from connex_rs import __version__, _connex_rs, _gpus, _ucx
 
 INFINIBAND = "/sys/class/infiniband"
 # What a program that loads UCX or moves a megabyte may take on a busy host.
@@ -90,7 +90,8 @@ def examine(ip: str | None = None) -> dict[str, Any]:
         "host": f"{platform.system()} {platform.release()} {platform.machine()}",
         "problems": problems,
         "warnings": warnings,
-        "rdma_devices": _rdma_devices(),
+        "rdma_devices": [],
+        "gpus": _gpus.look(),
         "interfaces": [
             {"name": name, "address": address} for name, address in _connex_rs.interfaces()
         ],
@@ -101,6 +102,7 @@ def examine(ip: str | None = None) -> dict[str, Any]:
         },
     }
     report["address"] = _address(ip, report["interfaces"], problems, warnings)
+    warnings.extend(report["gpus"]["warnings"])
     _look_at_ucx(report, problems, warnings)
     _choose_transport(report, problems, warnings)
     for transport in [report["transport"]] if report["transport"] else []:
@@ -117,22 +119,25 @@ def _shown(name: str, value: str) -> str:
     return "(not shown)" if "SECRET" in name and not name.endswith("_FILE") else value
 
 
-def _rdma_devices(root: str = INFINIBAND) -> list[dict[str, Any]]:
-    """The RDMA devices that the kernel shows, with their ports' states and their interfaces."""
-    devices = []
-    for name in _entries(root):
-        ports = {
-            port: _line(os.path.join(root, name, "ports", port, "state"))
-            for port in _entries(os.path.join(root, name, "ports"))
-        }
-        devices.append(
-            {
-                "name": name,
-                "ports": ports,
-                "interfaces": _entries(os.path.join(root, name, "device", "net")),
-            }
-        )
-    return devices
+def _rdma_ports(
+    usable: list[tuple[str, list[str]]], root: str = INFINIBAND
+) -> list[dict[str, Any]]:
+    """The RDMA ports that the kernel shows, with their states. `usable` are those that an engine would use, with their
+    interfaces, as `ucx_plan` tells them."""
+    interfaces = dict(usable)
+    ports = []
+    for device in _entries(root):
+        for port in _entries(os.path.join(root, device, "ports")):
+            name = f"{device}:{port}"
+            ports.append(
+                {
+                    "name": name,
+                    "state": _line(os.path.join(root, device, "ports", port, "state")),
+                    "usable": name in interfaces,
+                    "interfaces": interfaces.get(name, []),
+                }
+            )
+    return ports
 
 
 def _entries(folder: str) -> list[str]:
@@ -186,35 +191,19 @@ def _look_at_ucx(report: dict[str, Any], problems: list[str], warnings: list[str
     report["ucx"] = found.get("ucx")
     report["ucx_error"] = found.get("error")
     report["ucx_plan"] = found.get("plan")
-    if report["ucx_plan"]:
-        warnings.extend(report["ucx_plan"]["warnings"])
+    plan = report["ucx_plan"] or {"warnings": [], "obstacles": [], "rdma_devices": []}
+    warnings.extend(plan["warnings"])
+    problems.extend(plan["obstacles"])
+    report["rdma_devices"] = _rdma_ports(plan["rdma_devices"])
     if report["ucx"] and report["ucx_error"]:
         problems.append(f"UCX: {report['ucx_error']}")
-    active = [
-        d["name"]
-        for d in report["rdma_devices"]
-        if any("ACTIVE" in state for state in d["ports"].values())
-    ]
-    if not active:
-        return
-    if report["ucx"] is None:
+    active = [port["name"] for port in report["rdma_devices"] if "ACTIVE" in port["state"]]
+    if active and report["ucx"] is None:
         problems.append(
             f"RDMA devices are there ({', '.join(active)}) but no UCX that could use them: "
             "install the system's UCX with verbs, "
             "or name one with CONNEX_RS_UCX"
         )
-    elif not _has_verbs(report["ucx"]["path"]):
-        problems.append(
-            f"RDMA devices are there ({', '.join(active)}) but the UCX in {report['ucx']['path']} "
-            "has no verbs: install the "
-            "system's UCX, or name one with CONNEX_RS_UCX"
-        )
-
-
-def _has_verbs(libucp: str) -> bool:
-    """UCX keeps its transports in a folder beside its libraries."""
-    folder = os.path.join(os.path.dirname(os.path.realpath(libucp)), "ucx")
-    return any(name.startswith("libuct_ib") for name in _entries(folder))
 
 
 def _choose_transport(report: dict[str, Any], problems: list[str], warnings: list[str]) -> None:
@@ -299,6 +288,19 @@ def _last_line(stderr: str) -> str:
     return lines[-1] if lines else "nothing was said"
 
 
+def _gpu_lines(found: dict[str, Any]) -> list[str]:
+    lines = ["GPUs"]
+    lines += [
+        f"  {gpu['name']}, {gpu['address']}, {gpu['file']}"
+        + ("" if gpu["open"] else " (cannot be opened)")
+        for gpu in found["gpus"]
+    ] or ["  none"]
+    if found["driver"] or found["library"]:
+        library = found["library"] or "no libcuda.so.1"
+        lines.append(f"  CUDA driver {found['driver'] or 'not loaded'}, {library}")
+    return lines
+
+
 def text(report: dict[str, Any]) -> list[str]:
     """The report for people."""
     address = report["address"]
@@ -325,12 +327,15 @@ def text(report: dict[str, Any]) -> list[str]:
         note = f"   <- engines listen here: {address['why']}" if carries else ""
         lines.append(f"  {interface['name']:<12}{interface['address']}{note}")
     lines += ["", "RDMA devices"]
-    for device in report["rdma_devices"]:
-        ports = ", ".join(f"port {port} {state}" for port, state in device["ports"].items())
-        interfaces = ", ".join(device["interfaces"]) or "none"
-        lines.append(f"  {device['name']:<12}{ports}; interfaces: {interfaces}")
+    for port in report["rdma_devices"]:
+        if port["usable"]:
+            use = f"interfaces: {', '.join(port['interfaces']) or 'none'}"
+        else:
+            use = "not used"
+        lines.append(f"  {port['name']:<12}{port['state']}; {use}")
     if not report["rdma_devices"]:
         lines.append("  none")
+    lines += ["", *_gpu_lines(report["gpus"])]
 
     plan = report["ucx_plan"]
     if plan:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import connex_rs
-from connex_rs import _ucx, doctor
+from connex_rs import _gpus, _ucx, doctor
 
 PYTHON = pathlib.Path(__file__).resolve().parents[1]
 PATIENCE_S = 100
@@ -72,14 +72,89 @@ def test_doctor_tells_why_there_is_no_ucx():
     assert code == (1 if report["rdma_devices"] else 0)
 
 
-def test_doctor_sees_the_rdma_devices_of_sysfs(tmp_path):
-    port = tmp_path / "mlx5_0" / "ports" / "1"
-    port.mkdir(parents=True)
-    (port / "state").write_text("4: ACTIVE\n")
-    (tmp_path / "mlx5_0" / "device" / "net" / "ib0").mkdir(parents=True)
-    [device] = doctor._rdma_devices(str(tmp_path))
-    assert device == {"name": "mlx5_0", "ports": {"1": "4: ACTIVE"}, "interfaces": ["ib0"]}
-    assert doctor._rdma_devices(str(tmp_path / "missing")) == []
+def test_doctor_tells_which_rdma_ports_are_used(tmp_path):
+    for port, state in [("1", "4: ACTIVE\n"), ("2", "1: DOWN\n")]:
+        folder = tmp_path / "mlx5_0" / "ports" / port
+        folder.mkdir(parents=True)
+        (folder / "state").write_text(state)
+    used, down = doctor._rdma_ports([("mlx5_0:1", ["ib0"])], str(tmp_path))
+    assert used == {
+        "name": "mlx5_0:1",
+        "state": "4: ACTIVE",
+        "usable": True,
+        "interfaces": ["ib0"],
+    }
+    assert (down["name"], down["state"], down["usable"]) == ("mlx5_0:2", "1: DOWN", False)
+    assert doctor._rdma_ports([], str(tmp_path / "missing")) == []
+
+
+def put(root, path, text=""):
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_doctor_sees_gpus_without_loading_anything(tmp_path, monkeypatch):
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert _gpus.look(str(tmp_path)) == {
+        "gpus": [],
+        "driver": None,
+        "library": None,
+        "warnings": [],
+    }
+    put(
+        tmp_path,
+        "proc/driver/nvidia/version",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 2024\nGCC version:  12.2.0\n",
+    )
+    for number, address in enumerate(["0000:3b:00.0", "0000:af:00.0"]):
+        about = f"Model: \t\t NVIDIA A40\nIRQ:   \t\t 98\nDevice Minor: \t {number}\n"
+        put(tmp_path, f"proc/driver/nvidia/gpus/{address}/information", about)
+    put(tmp_path, "dev/nvidia0")
+    found = _gpus.look(str(tmp_path))
+    assert found["driver"] == "550.54.15" and found["library"] is None
+    first, second = found["gpus"]
+    assert first == {
+        "name": "NVIDIA A40",
+        "address": "0000:3b:00.0",
+        "file": "/dev/nvidia0",
+        "open": True,
+    }
+    assert (second["file"], second["open"]) == ("/dev/nvidia1", False)
+    missing, library = found["warnings"]
+    assert "0000:af:00.0" in missing and "/dev/nvidia1" in missing and "--gpus all" in missing
+    assert "550.54.15" in library and "libcuda.so.1" in library
+
+    put(tmp_path, "dev/nvidia1")
+    put(tmp_path, "usr/lib64/libcuda.so.1")
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    found = _gpus.look(str(tmp_path))
+    assert found["library"] == "/usr/lib64/libcuda.so.1"
+    [peermem] = found["warnings"]
+    assert "nvidia_peermem" in peermem
+    (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
+    found = _gpus.look(str(tmp_path))
+    assert found["warnings"] == []
+    lines = doctor._gpu_lines(found)
+    assert lines[1] == "  NVIDIA A40, 0000:3b:00.0, /dev/nvidia0"
+    assert lines[-1] == "  CUDA driver 550.54.15, /usr/lib64/libcuda.so.1"
+
+
+def test_doctor_sees_amds_gpus(tmp_path):
+    put(tmp_path, "sys/class/kfd/kfd/topology/nodes/0/gpu_id", "0\n")
+    put(tmp_path, "sys/class/kfd/kfd/topology/nodes/1/gpu_id", "34012\n")
+    put(tmp_path, "sys/class/kfd/kfd/topology/nodes/1/name", "gfx90a\n")
+    [gpu] = _gpus.look(str(tmp_path))["gpus"]
+    assert gpu == {"name": "gfx90a", "address": "kfd node 1", "file": "/dev/kfd", "open": False}
+
+
+def test_importing_and_looking_load_no_cuda():
+    program = (
+        "import connex_rs; from connex_rs import _gpus, doctor; _gpus.look(); "
+        "print([line for line in open('/proc/self/maps') if 'libcuda' in line or 'nvidia' in line])"
+    )
+    code, out, err = run("-c", program)
+    assert (code, out.strip()) == (0, "[]"), err
 
 
 def test_doctor_shows_no_secret():
