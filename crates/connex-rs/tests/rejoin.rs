@@ -172,7 +172,8 @@ fn the_older_of_two_lives_is_refused(net: Net) {
     new.close();
     assert_eq!(expect_failed(&a, new.id()).reason, "closed by peer");
     old.connect(a.local_url()).expect("connect");
-    assert!(expect_failed(&old, a.id()).reason.contains("superseded"));
+    let failed = expect_failed(&old, a.id());
+    assert!(failed.reason.contains("superseded"), "{failed:?}");
     expect_quiet(&a, Duration::from_millis(100));
 }
 
