@@ -18,7 +18,7 @@ from connex_rs import __version__, _connex_rs, _gpus, _ucx
 INFINIBAND = "/sys/class/infiniband"
 # What a program that loads UCX or moves a megabyte may take on a busy host.
 PATIENCE_S = 60
-# What an exchange over loopback moves.
+# What an exchange between two processes moves.
 PROOF_BYTES = 1 << 20
 
 _LOOK_AT_UCX = """
@@ -37,8 +37,8 @@ print(json.dumps(found))
 _OWNER = """
 import os, sys
 import connex_rs
-engine = connex_rs.Engine("doctor", 0, listen_ip="127.0.0.1", transport=sys.argv[1])
-size = int(sys.argv[2])
+engine = connex_rs.Engine("doctor", 0, listen_ip=sys.argv[2], transport=sys.argv[1])
+size = int(sys.argv[3])
 data = os.urandom(size)
 ptr = engine.allocate_managed_buffer(size)
 engine.write_bytes_to_buffer(ptr, data, size)
@@ -50,8 +50,9 @@ sys.stdout.buffer.write(data)
 _READER = """
 import json, sys, time
 import connex_rs
-transport, url, ptr, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-engine = connex_rs.Engine("doctor", 1, listen_ip="127.0.0.1", transport=transport)
+transport, ip, url = sys.argv[1:4]
+ptr, size = int(sys.argv[4]), int(sys.argv[5])
+engine = connex_rs.Engine("doctor", 1, listen_ip=ip, transport=transport)
 here = engine.allocate_managed_buffer(size)
 begun = time.monotonic()
 code = engine.transfer_sync_read(url, here, ptr, size, 20000)
@@ -106,7 +107,7 @@ def examine(ip: str | None = None) -> dict[str, Any]:
     _look_at_ucx(report, problems, warnings)
     _choose_transport(report, problems, warnings)
     for transport in [report["transport"]] if report["transport"] else []:
-        report["proof"] = _prove(transport)
+        report["proof"] = _prove(transport, _listen_ip(report))
         if report["proof"]["error"]:
             problems.append(f"the proof over {transport} failed: {report['proof']['error']}")
         warnings.extend(w for w in report["proof"].get("warnings", []) if w not in warnings)
@@ -208,19 +209,21 @@ def _look_at_ucx(report: dict[str, Any], problems: list[str], warnings: list[str
 
 def _choose_transport(report: dict[str, Any], problems: list[str], warnings: list[str]) -> None:
     """The transport that an engine without arguments gets: asked of one."""
+    ip = _listen_ip(report)
     result = _python(
         "import connex_rs, sys\n"
         "try:\n"
-        "    with connex_rs.Engine('doctor', 0, listen_ip='127.0.0.1') as engine:\n"
+        "    with connex_rs.Engine('doctor', 0, listen_ip=sys.argv[1]) as engine:\n"
         "        print(engine.stats()['transport'])\n"
         "except (RuntimeError, ValueError) as error:\n"
-        "    sys.exit(str(error))\n"
+        "    sys.exit(str(error))\n",
+        ip,
     )
     report["transport"] = None
     if result.returncode == 0:
         report["transport"] = result.stdout.split()[-1]
     else:
-        problems.append(f"no engine starts on 127.0.0.1: {_last_line(result.stderr)}")
+        problems.append(f"no engine starts on {ip}: {_last_line(result.stderr)}")
     plan = report["ucx_plan"]
     if report["transport"] == "tcp" and plan and plan["one_sided"]:
         warnings.append(
@@ -229,10 +232,20 @@ def _choose_transport(report: dict[str, Any], problems: list[str], warnings: lis
         )
 
 
-def _prove(transport: str) -> dict[str, Any]:
-    """Moves a megabyte through loopback from one process to another and compares every byte."""
+def _listen_ip(report: dict[str, Any]) -> str:
+    """Where `doctor`'s own engines listen: on loopback, but for RDMA, which loopback is not, and where UCX_NET_DEVICES may
+    leave it out. The examined address then, if this host carries it."""
+    plan = report["ucx_plan"]
+    elsewhere = (plan and plan["one_sided"]) or "UCX_NET_DEVICES" in report["variables"]
+    if elsewhere and report["address"]["interface"]:
+        return str(report["address"]["ip"])
+    return "127.0.0.1"
+
+
+def _prove(transport: str, ip: str) -> dict[str, Any]:
+    """Moves a megabyte from one process to another of this host and compares every byte."""
     proof: dict[str, Any] = {"transport": transport, "bytes": PROOF_BYTES, "error": None}
-    with _start(_OWNER, transport, str(PROOF_BYTES)) as owner:
+    with _start(_OWNER, transport, ip, str(PROOF_BYTES)) as owner:
         try:
             assert owner.stdin and owner.stdout
             words = owner.stdout.readline().decode().split()
@@ -241,7 +254,7 @@ def _prove(transport: str) -> dict[str, Any]:
                     **proof,
                     "error": f"the owner did not start: {_last_line(_rest(owner)[1].decode())}",
                 }
-            with _start(_READER, transport, *words, str(PROOF_BYTES)) as reader:
+            with _start(_READER, transport, ip, *words, str(PROOF_BYTES)) as reader:
                 out, err = _rest(reader)
             line, _, read = out.partition(b"\n")
             if not line:

@@ -157,6 +157,20 @@ def test_importing_and_looking_load_no_cuda():
     assert (code, out.strip()) == (0, "[]"), err
 
 
+def test_doctor_tries_what_is_usable():
+    def ip(interface="ib0", one_sided=False, variables=()):
+        return doctor._listen_ip(
+            {
+                "address": {"ip": "192.0.2.1", "interface": interface},
+                "ucx_plan": {"one_sided": one_sided},
+                "variables": dict.fromkeys(variables, "x"),
+            }
+        )
+
+    assert ip() == ip(None, True) == "127.0.0.1"
+    assert ip(one_sided=True) == ip(variables=["UCX_NET_DEVICES"]) == "192.0.2.1"
+
+
 def test_doctor_shows_no_secret():
     assert doctor._shown("CONNEX_RS_SECRET", "hush") == "(not shown)"
     assert doctor._shown("CONNEX_RS_SECRET_FILE", "/etc/secret") == "/etc/secret"

@@ -13,7 +13,7 @@ use connex_ucx::{
     ConnRequest, Context, EpId, Event, Features, Landing, Library, Protocol, Receiver, Worker,
 };
 
-/// Makes the test [`child`] the process of a case.
+/// Makes the test [`child`] the process of a case: of a worker for all peers ("main"), or for one of this host ("home").
 const CHILD: &str = "CONNEX_RS_TEST_SETTINGS";
 const LIMIT: Duration = Duration::from_secs(30);
 const AM: u16 = 1;
@@ -26,6 +26,10 @@ struct Seen {
 
 impl Seen {
     fn with(vars: &[(&str, &str)]) -> Self {
+        Self::of("main", vars)
+    }
+
+    fn of(worker: &str, vars: &[(&str, &str)]) -> Self {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         command.args(["--exact", "child", "--nocapture"]);
         for (name, _) in std::env::vars_os() {
@@ -34,7 +38,7 @@ impl Seen {
             }
         }
         let output = command
-            .env(CHILD, "1")
+            .env(CHILD, worker)
             .envs(vars.iter().copied())
             .output()
             .expect("started");
@@ -65,15 +69,19 @@ impl Seen {
 
 #[test]
 fn child() {
-    if std::env::var_os(CHILD).is_none() {
+    let Ok(worker) = std::env::var(CHILD) else {
         return;
-    }
+    };
     let mut out = String::from("\n");
     let library = Library::load().expect("a UCX");
     let addr = [127, 0, 0, 1].into();
     let facts = Facts::gather(library, addr, Some("lo".into()));
     let plan = plan(&facts).expect("a plan");
-    let (config, _environment) = configure(library, &plan.settings).expect("settings");
+    let settings = match worker.as_str() {
+        "home" if plan.shared_memory => &plan.same_host,
+        _ => &plan.settings,
+    };
+    let (config, _environment) = configure(library, settings).expect("settings");
     out += &format!("MINOR={}\n{}\n", library.version().minor, config.print());
     let features = Features {
         rma: plan.one_sided,
@@ -176,21 +184,24 @@ fn explicit_variables_win() {
 }
 
 #[test]
-fn shared_memory_that_is_asked_for_is_used_and_an_explicit_no_is_heeded() {
+fn a_worker_for_a_peer_of_this_host_shares_memory_and_an_explicit_no_is_heeded() {
     let ask = ("UCX_TLS", "tcp,posix");
-    let seen = Seen::with(&[ask]);
+    let seen = Seen::of("home", &[ask]);
     // Those cannot have it with error handling.
     let able = seen.minor >= 16 && seen.minor != 20;
     let posix = |seen: &Seen| seen.line("LANES").expect("told").contains("posix/");
     assert_eq!(posix(&seen), able);
+    assert!(
+        !posix(&Seen::with(&[ask])),
+        "the queue of all is not shared"
+    );
     if able {
         assert!(seen.segment().contains(&17408), "{:?}", seen.segment());
-        assert!(!posix(&Seen::with(&[ask, ("UCX_MM_ERROR_HANDLING", "n")])));
-        let other = Seen::with(&[ask, ("UCX_POSIX_SEG_SIZE", "9k")]);
-        assert!(
-            other.segment().contains(&(9 << 10)),
-            "{:?}",
-            other.segment()
-        );
+        let no = [ask, ("UCX_MM_ERROR_HANDLING", "n")];
+        assert!(!posix(&Seen::of("home", &no)));
+        for variable in ["UCX_POSIX_SEG_SIZE", "UCX_MM_SEG_SIZE"] {
+            let other = Seen::of("home", &[ask, (variable, "9k")]).segment();
+            assert!(other.contains(&(9 << 10)), "{variable}: {other:?}");
+        }
     }
 }

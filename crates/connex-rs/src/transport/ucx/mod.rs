@@ -173,7 +173,7 @@ impl Ucx {
             table: Table::default(),
             access,
             pieces: pieces(&facts),
-            rdma: plan.one_sided.then(|| facts.rdma_text()),
+            rdma: plan.one_sided.then(|| facts.allowed_rdma()),
             timeout_is_reset: library.version().minor < 16,
             plan,
             gone: Vec::new(),

@@ -43,8 +43,20 @@ pub struct Facts {
 
 impl Facts {
     /// The usable RDMA ports, for people.
-    pub(super) fn rdma_text(&self) -> String {
+    fn rdma_text(&self) -> String {
         let names: Vec<_> = self.rdma.iter().map(|d| d.name.as_str()).collect();
+        names.join(", ")
+    }
+
+    /// Those of them that the variables allow.
+    pub(super) fn allowed_rdma(&self) -> String {
+        let list = self.env.get("UCX_NET_DEVICES").map(|l| Devices::parse(l));
+        let names: Vec<_> = self
+            .rdma
+            .iter()
+            .map(|d| d.name.as_str())
+            .filter(|name| list.as_ref().is_none_or(|list| list.allows(name)))
+            .collect();
         names.join(", ")
     }
 }
@@ -219,22 +231,13 @@ fn same_host(add: &mut Adder<'_>, tls: &Allowed) {
         "y",
         "otherwise error handling switches shared memory off",
     );
-    add.transport(
-        "POSIX_",
-        "SEG_SIZE",
-        SHM_SEGMENT,
-        "one piece fits one fragment",
+    add.posix("SEG_SIZE", SHM_SEGMENT, "one piece fits one fragment");
+    add.posix(
+        "FIFO_SIZE",
+        SHM_QUEUE,
+        "one sender's queue: what is under way stays in the cache",
     );
-    if add.full_names() {
-        add.transport(
-            "POSIX_",
-            "FIFO_SIZE",
-            SHM_QUEUE,
-            "one sender's queue: what is under way stays in the cache",
-        );
-    }
-    add.transport(
-        "POSIX_",
+    add.posix(
         "RX_BUFS_GROW",
         SHM_BUFFERS,
         "for the queue and some more; memory for 512 at a time takes milliseconds to make",
@@ -543,7 +546,23 @@ impl<'a> Adder<'a> {
         self.push(&full, Some(key), value, reason);
     }
 
-    /// A setting of a connection manager or of shared memory: before 1.17 the configuration does not take it, by no name.
+    /// A setting of shared memory, which the user may name for all kinds of it, as the configuration does before 1.17. (Without a
+    /// prefix 1.16 takes it without a word, and changes nothing.)
+    fn posix(&mut self, name: &str, value: &str, reason: &'static str) {
+        let general = format!("MM_{name}");
+        if self.set(&general) {
+            return;
+        }
+        let full = format!("POSIX_{name}");
+        let key = if self.full_names() {
+            full.clone()
+        } else {
+            general
+        };
+        self.push(&full, Some(key), value, reason);
+    }
+
+    /// A setting of a connection manager: before 1.17 the configuration does not take it at all.
     fn manager(&mut self, name: &str, value: &str, reason: &'static str) {
         self.push(
             name,
@@ -706,15 +725,16 @@ mod tests {
             Some("TCP_TX_SEG_SIZE")
         );
         assert_eq!(key(16, "UCX_TCP_CM_REUSEADDR"), None);
-        let posix = |minor| {
-            let plan = plan(&with(facts(minor), &[("UCX_TLS", "tcp,posix")])).expect("a plan");
-            let mut settings = plan.settings.into_iter();
-            let setting = settings.find(|s| s.variable == "UCX_POSIX_SEG_SIZE");
-            setting.expect("a setting").key
+        let posix = |minor, vars: &[(&str, &str)]| {
+            let plan = plan(&with(facts(minor), vars)).expect("a plan");
+            let mut settings = plan.same_host.into_iter();
+            settings.find(|s| s.variable == "UCX_POSIX_SEG_SIZE")?.key
         };
-        // 1.16 takes SEG_SIZE without a word and keeps its 8 KB.
-        assert_eq!(posix(16), None);
-        assert_eq!(posix(18).as_deref(), Some("POSIX_SEG_SIZE"));
+        assert_eq!(posix(16, &[]).as_deref(), Some("MM_SEG_SIZE"));
+        assert_eq!(posix(18, &[]).as_deref(), Some("POSIX_SEG_SIZE"));
+        for variable in ["UCX_POSIX_SEG_SIZE", "UCX_MM_SEG_SIZE"] {
+            assert_eq!(posix(18, &[(variable, "9k")]), None, "{variable}");
+        }
         assert_eq!(
             key(18, "UCX_TCP_CM_REUSEADDR").as_deref(),
             Some("TCP_CM_REUSEADDR")
