@@ -12,6 +12,7 @@ mod conn;
 mod devices;
 mod facts;
 mod gate;
+mod nudge;
 mod obstacles;
 mod one_sided;
 pub mod settings;
@@ -20,6 +21,7 @@ mod workers;
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
+use std::time::Instant;
 
 use connex_ucx::{
     CloseMode, Config, Context, EpId, Event, Features, Library, Listener, Posted, Protocol,
@@ -28,6 +30,7 @@ use connex_ucx::{
 
 use self::conn::{Conn, Pieces, State, caps_of};
 use self::gate::Gate;
+use self::nudge::Nudge;
 use self::one_sided::Access;
 use self::settings::{Facts, Plan, Setting};
 use self::workers::{MAIN, WorkerId, Workers};
@@ -93,6 +96,8 @@ pub struct Ucx {
     pieces: Pieces,
     /// The RDMA devices in use, for people.
     rdma: Option<String>,
+    /// Where connections are made over RDMA devices.
+    nudge: Option<Nudge>,
     /// The version's word for a reset connection is a time-out (before 1.16).
     timeout_is_reset: bool,
     /// Closed connections that are to be reported.
@@ -165,9 +170,16 @@ impl Ucx {
         let mut workers = Workers::new(&main, same_host).map_err(explained)?;
         let fd = workers.main().event_fd().map_err(|e| e.to_string())?;
         let listener = bind(workers.main(), options.listen).map_err(explained)?;
+        let nudge = plan.one_sided.then(Nudge::new).transpose()?;
+        let local = listener.addr();
+        let gate = Gate::new(listener, fd)?;
+        if let Some(nudge) = &nudge {
+            gate.watch_worker(nudge.fd());
+        }
         Ok(Self {
-            local: listener.addr(),
-            gate: Gate::new(listener, fd)?,
+            local,
+            gate,
+            nudge,
             workers,
             ids,
             table: Table::default(),
@@ -186,6 +198,9 @@ impl Ucx {
     }
 
     fn insert(&mut self, id: ConnId, conn: Conn) {
+        if let Some(nudge) = &mut self.nudge {
+            nudge.start(Instant::now());
+        }
         self.table.by_ep.insert((conn.worker, conn.ep), id);
         self.table.conns.insert(id, conn);
     }
@@ -649,6 +664,9 @@ impl Transport for Ucx {
 
     fn progress(&mut self, up: &mut dyn Upcalls) -> usize {
         self.gate.look(self.workers.main());
+        if let Some(nudge) = &mut self.nudge {
+            nudge.look(Instant::now);
+        }
         let mut done = self.workers.each(|id, worker| {
             worker.progress(&mut Inbox {
                 worker: id,
