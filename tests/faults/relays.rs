@@ -56,7 +56,7 @@ fn a_stall_during_a_signal(net: Net) {
 
 /// 1 MB/s is slow, not dead: no default deadline and no heartbeat may end it.
 fn one_megabyte_a_second_is_not_dead(net: Net) {
-    const LEN: usize = 8 << 20;
+    const LEN: usize = 6 << 20;
     let path = Path::new(net, Some((500, 3000)), Some((500, 3000)));
     let (a, b, url) = (&path.a, &path.b, &path.url);
     path.set_rate(1_000_000);
@@ -76,7 +76,7 @@ fn one_megabyte_a_second_is_not_dead(net: Net) {
 }
 
 fn a_large_message_over_a_slow_path_arrives(net: Net) {
-    const LEN: usize = 8 << 20;
+    const LEN: usize = 6 << 20;
     // Only the sender beats: what it hears is what the receiver says by itself.
     let path = Path::new(net, Some((500, 3000)), None);
     let (a, b, url) = (&path.a, &path.b, &path.url);
@@ -89,7 +89,7 @@ fn a_large_message_over_a_slow_path_arrives(net: Net) {
 }
 
 fn a_signal_with_a_large_message_over_a_slow_path_arrives(net: Net) {
-    const NOTE: usize = 10 << 20;
+    const NOTE: usize = 6 << 20;
     let path = Path::new(net, None, None);
     let (a, b, url) = (&path.a, &path.b, &path.url);
     let there = b.buffer(4096, 1, false);
