@@ -187,6 +187,33 @@ fn frames_arrive_whole_and_in_order_both_ways() {
     }
 }
 
+/// One side has no worker to spare for the other.
+#[test]
+fn sides_that_do_not_both_offer_shared_memory_use_tcp() {
+    for dialer_keeps in [true, false] {
+        let (mut a, mut b) = (Side::new(), Side::new());
+        let keeps = if dialer_keeps { &mut a } else { &mut b };
+        keeps.ucx.workers.keep_to_main();
+        let (mut a, ab, mut b, ba) = connect(a, b);
+        for (conn, side) in [(ab, &a), (ba, &b)] {
+            let path = side.ucx.caps(conn).path;
+            assert!(!path.contains("posix"), "{dialer_keeps}: {path}");
+        }
+        let sizes = [0, 1, 4096, a.ucx.caps(ab).piece];
+        for (i, &len) in sizes.iter().enumerate() {
+            a.send(ab, &[i as u8], Body::Bytes(pattern(len, i as u8)));
+            b.send(ba, &[i as u8], Body::Bytes(pattern(len, !(i as u8))));
+        }
+        until(&mut a, &mut b, "all frames", |a, b| {
+            (a.log.frames.len() == sizes.len() && b.log.frames.len() == sizes.len()).then_some(())
+        });
+        for (i, &len) in sizes.iter().enumerate() {
+            assert_eq!(b.log.frames[i].2, pattern(len, i as u8));
+            assert_eq!(a.log.frames[i].2, pattern(len, !(i as u8)));
+        }
+    }
+}
+
 #[test]
 fn what_is_sent_before_the_connection_stands_waits_for_it() {
     let (mut a, mut b) = (Side::new(), Side::new());

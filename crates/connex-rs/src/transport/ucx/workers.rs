@@ -86,6 +86,12 @@ impl Workers {
         }
     }
 
+    /// From now on the peers of this host are reached like others.
+    #[cfg(test)]
+    pub(super) fn keep_to_main(&mut self) {
+        self.same_host = None;
+    }
+
     /// Takes a connection with the worker `id`.
     ///
     /// # Errors
