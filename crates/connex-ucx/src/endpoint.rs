@@ -529,6 +529,20 @@ pub(crate) fn connect(
     create(worker, id, &params, to.to_string())
 }
 
+/// Zeros behind a peer's address: a cut one ends in them, and not in memory of others.
+const ADDRESS_MARGIN: usize = 4096;
+
+/// Makes the endpoint to a worker by its address.
+pub(crate) fn join(worker: &mut Worker, address: &[u8], peer: &str) -> Result<Endpoint> {
+    let mut bytes = address.to_vec();
+    bytes.resize(address.len() + ADDRESS_MARGIN, 0);
+    let (id, mut params) = prepare(worker, peer.to_owned());
+    params.field_mask |= u64::from(sys::UCP_EP_PARAM_FIELD_REMOTE_ADDRESS);
+    // Read before the call returns.
+    params.address = bytes.as_ptr().cast();
+    create(worker, id, &params, peer.to_owned())
+}
+
 /// Makes the endpoint for a connection request. UCX consumes the request, also when it fails.
 pub(crate) fn accept(worker: &mut Worker, request: usize, peer: String) -> Result<Endpoint> {
     let (id, mut params) = prepare(worker, peer.clone());

@@ -110,31 +110,13 @@ impl ConnRequest {
     /// UCX cannot make the endpoint; the request is used up all the same.
     pub fn accept(mut self, worker: &mut Worker) -> Result<Endpoint> {
         worker.owns(&self.shared, "ucp_ep_create", "connection request")?;
-        let endpoint = endpoint::accept(worker, self.raw, self.peer());
-        self.answered(worker);
-        endpoint
-    }
-
-    /// Takes the connection with another worker, be it of another context, which drives it from then on. `listening` is
-    /// the worker that reported the request.
-    ///
-    /// # Errors
-    /// As for [`accept`](Self::accept).
-    pub fn accept_on(mut self, listening: &mut Worker, worker: &mut Worker) -> Result<Endpoint> {
-        listening.owns(&self.shared, "ucp_ep_create", "connection request")?;
-        let endpoint = endpoint::accept(worker, self.raw, self.peer());
-        self.answered(listening);
-        endpoint
-    }
-
-    fn peer(&self) -> String {
-        self.from
-            .map_or_else(|| "an unknown address".to_owned(), |addr| addr.to_string())
-    }
-
-    fn answered(&mut self, listening: &mut Worker) {
         self.answered = true;
-        listening.core_mut().requests.remove(&self.raw);
+        let peer = self
+            .from
+            .map_or_else(|| "an unknown address".to_owned(), |addr| addr.to_string());
+        let result = endpoint::accept(worker, self.raw, peer);
+        worker.core_mut().requests.remove(&self.raw);
+        result
     }
 
     /// Refuses the connection; the client sees [`Status::REJECTED`].

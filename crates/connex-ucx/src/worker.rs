@@ -262,6 +262,42 @@ impl Worker {
         endpoint::connect(self, to, from)
     }
 
+    /// Where other workers reach this one without a listener: bytes to be handed to their [`Worker::join`].
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn address(&self) -> Result<Vec<u8>> {
+        // SAFETY: zero is valid, and the mask asks for one field.
+        let mut attr: sys::ucp_worker_attr_t = unsafe { std::mem::zeroed() };
+        attr.field_mask = u64::from(sys::UCP_WORKER_ATTR_FIELD_ADDRESS);
+        // SAFETY: the worker is alive.
+        let status = unsafe { self.ucp().ucp_worker_query(self.raw(), &mut attr) };
+        Status(status)
+            .check()
+            .map_err(|s| Error::ucx("ucp_worker_query", s))?;
+        // SAFETY: UCX gives that many bytes, which are ours until they are released.
+        let bytes = unsafe {
+            std::slice::from_raw_parts(attr.address.cast::<u8>(), attr.address_length).to_vec()
+        };
+        // SAFETY: given by the query above, and released once.
+        unsafe {
+            self.ucp()
+                .ucp_worker_release_address(self.raw(), attr.address)
+        };
+        Ok(bytes)
+    }
+
+    /// Makes an endpoint to the worker with this [`address`](Worker::address); both sides do, and use it at once. `peer` names it in errors.
+    ///
+    /// UCX reads the bytes without knowing how many there are: they must come from somebody who is trusted as far as
+    /// whoever reaches UCX's own ports.
+    ///
+    /// # Errors
+    /// No transport of this worker's context reaches the other one.
+    pub fn join(&mut self, address: &[u8], peer: &str) -> Result<crate::Endpoint> {
+        endpoint::join(self, address, peer)
+    }
+
     pub(crate) fn ucp(&self) -> &'static sys::Ucp {
         &self.shared.context.library().ucp
     }

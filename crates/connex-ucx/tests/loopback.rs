@@ -662,82 +662,79 @@ fn a_paused_listener_lets_connections_wait() {
     until(&mut a, &mut b, "the request", |_, b| b.take_request());
 }
 
-/// The listening worker knows sockets only, and each peer of the same host has a worker that shares memory.
+/// Two workers that know each other's addresses need no listener; over shared memory alone they open no port.
 #[test]
-fn a_worker_of_another_context_takes_a_connection() {
-    for tls in transports() {
-        let mut dialing = Side::new(&context(tls, false));
-        let mut listening = Side::new(&context("tcp", false));
-        let listener = listening
-            .worker
-            .listen(SocketAddr::from(([127, 0, 0, 1], 0)))
-            .expect("a listener");
-        let out = dialing
-            .worker
-            .connect(listener.addr(), None)
-            .expect("a connection");
-        let request = until(&mut dialing, &mut listening, "a request", |_, l| {
-            l.take_request()
-        });
-        let mut own = Side::new(&context(tls, false));
-        let back = request
-            .accept_on(&mut listening.worker, &mut own.worker)
-            .expect("accepted");
+fn workers_join_by_address() {
+    // UCX 1.13 has no shared memory with error handling.
+    if library().version().minor < 16 {
+        return;
+    }
+    let mut a = Side::new(&context("posix", false));
+    let mut b = Side::new(&context("posix", false));
+    let (of_a, of_b) = (
+        a.worker.address().expect("an address"),
+        b.worker.address().expect("an address"),
+    );
+    let ab = a.worker.join(&of_b, "b").expect("an endpoint");
+    let ba = b.worker.join(&of_a, "a").expect("an endpoint");
+    for (endpoint, worker, seed) in [(&ab, &mut a.worker, 0), (&ba, &mut b.worker, 100)] {
         for i in 0..100 {
-            let _ = out
+            let _ = endpoint
                 .send(
-                    &mut dialing.worker,
+                    worker,
                     AM,
-                    b"there",
-                    pattern(8000, i as u8),
+                    b"here",
+                    pattern(8000, seed + i as u8),
                     Protocol::Eager,
                     i,
                 )
                 .expect("sent");
         }
-        until(&mut dialing, &mut own, "the messages", |_, own| {
-            listening.step();
-            (own.inbox.messages.len() == 100).then_some(())
-        });
-        for (i, (ep, _, data)) in own.inbox.messages.iter().enumerate() {
-            assert_eq!((*ep, data), (back.id(), &pattern(8000, i as u8)), "{tls}");
-        }
-        let _ = back
-            .send(
-                &mut own.worker,
-                AM,
-                b"back",
-                pattern(4096, 1),
-                Protocol::Eager,
-                1,
-            )
-            .expect("sent");
-        until(&mut dialing, &mut own, "the answer", |d, _| {
-            (!d.inbox.messages.is_empty()).then_some(())
-        });
-        assert!(listening.inbox.messages.is_empty());
-        if library().version().minor >= 14 {
-            for lanes in [
-                out.lanes(&mut dialing.worker).expect("lanes"),
-                back.lanes(&mut own.worker).expect("lanes"),
-            ] {
-                for transport in tls.split(',') {
-                    assert!(
-                        lanes.iter().any(|lane| lane.transport == transport),
-                        "{tls}: {lanes:?}"
-                    );
-                }
-            }
-        }
-        // The worker goes with its connection; the one that listens stays.
-        drop((own, back));
-        until(&mut dialing, &mut listening, "the end", |d, _| {
-            d.take(|e| matches!(e, Event::Failed { .. }).then_some(()))
-        });
-        let again = dialing.worker.connect(listener.addr(), None);
-        until(&mut dialing, &mut listening, "another request", |_, l| {
-            l.take_request()
-        });
-        drop(again);
     }
+    until(&mut a, &mut b, "the messages", |a, b| {
+        (a.inbox.messages.len() == 100 && b.inbox.messages.len() == 100).then_some(())
+    });
+    for (i, (ep, _, data)) in b.inbox.messages.iter().enumerate() {
+        assert_eq!((*ep, data), (ba.id(), &pattern(8000, i as u8)));
+    }
+    for (i, (ep, _, data)) in a.inbox.messages.iter().enumerate() {
+        assert_eq!((*ep, data), (ab.id(), &pattern(8000, 100 + i as u8)));
+    }
+    let lanes = ab.lanes(&mut a.worker).expect("lanes");
+    assert!(
+        lanes.iter().all(|lane| lane.transport == "posix"),
+        "{lanes:?}"
+    );
+    ab.close(&mut a.worker, CloseMode::Force).expect("closed");
+    until(&mut a, &mut b, "the end", |a, _| {
+        a.take(|e| matches!(e, Event::Closed { .. }).then_some(()))
+    });
+    drop((a, ba, b));
+}
+
+/// A cut address of a peer is an error, whatever memory lies behind it.
+#[test]
+fn a_cut_address_is_an_error() {
+    // UCX 1.13 has no shared memory with error handling.
+    if library().version().minor < 16 {
+        return;
+    }
+    let mut a = Side::new(&context("posix", false));
+    let mut b = Side::new(&context("posix", false));
+    let address = b.worker.address().expect("an address");
+    for len in 0..address.len() {
+        let result = a.worker.join(&address[..len], "a peer");
+        let Err(error) = result else {
+            panic!("{len} of {} bytes were taken", address.len());
+        };
+        assert!(error.to_string().contains("a peer"), "{error}");
+    }
+    let endpoint = a.worker.join(&address, "a peer").expect("an endpoint");
+    let back = b.worker.join(&a.worker.address().expect("an address"), "a");
+    let sent = endpoint.send(&mut a.worker, AM, b"", Vec::new(), Protocol::Eager, 1);
+    let _ = sent.expect("sent");
+    until(&mut a, &mut b, "the message", |_, b| {
+        (b.inbox.messages.len() == 1).then_some(())
+    });
+    drop(back);
 }

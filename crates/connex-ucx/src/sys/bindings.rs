@@ -463,6 +463,10 @@ pub struct Ucp {
         unsafe extern "C" fn(worker: ucp_worker_h, attr: *mut ucp_worker_attr_t) -> ucs_status_t,
         ::libloading::Error,
     >,
+    pub ucp_worker_release_address: Result<
+        unsafe extern "C" fn(worker: ucp_worker_h, address: *mut ucp_address_t),
+        ::libloading::Error,
+    >,
     pub ucp_worker_progress: Result<
         unsafe extern "C" fn(worker: ucp_worker_h) -> ::std::os::raw::c_uint,
         ::libloading::Error,
@@ -1206,6 +1210,9 @@ impl Ucp {
         let ucp_worker_create = __library.get(b"ucp_worker_create\0").map(|sym| *sym);
         let ucp_worker_destroy = __library.get(b"ucp_worker_destroy\0").map(|sym| *sym);
         let ucp_worker_query = __library.get(b"ucp_worker_query\0").map(|sym| *sym);
+        let ucp_worker_release_address = __library
+            .get(b"ucp_worker_release_address\0")
+            .map(|sym| *sym);
         let ucp_worker_progress = __library.get(b"ucp_worker_progress\0").map(|sym| *sym);
         let ucp_worker_get_efd = __library.get(b"ucp_worker_get_efd\0").map(|sym| *sym);
         let ucp_worker_arm = __library.get(b"ucp_worker_arm\0").map(|sym| *sym);
@@ -1250,6 +1257,7 @@ impl Ucp {
             ucp_worker_create,
             ucp_worker_destroy,
             ucp_worker_query,
+            ucp_worker_release_address,
             ucp_worker_progress,
             ucp_worker_get_efd,
             ucp_worker_arm,
@@ -1416,6 +1424,16 @@ impl Ucp {
             .ucp_worker_query
             .as_ref()
             .expect("Expected function, got error."))(worker, attr)
+    }
+    pub unsafe fn ucp_worker_release_address(
+        &self,
+        worker: ucp_worker_h,
+        address: *mut ucp_address_t,
+    ) {
+        (self
+            .ucp_worker_release_address
+            .as_ref()
+            .expect("Expected function, got error."))(worker, address)
     }
     pub unsafe fn ucp_worker_progress(&self, worker: ucp_worker_h) -> ::std::os::raw::c_uint {
         (self

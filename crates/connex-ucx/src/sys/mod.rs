@@ -68,6 +68,7 @@ pub(crate) fn missing_functions(table: &Ucp) -> Vec<&'static str> {
         ucp_worker_get_efd,
         ucp_worker_progress,
         ucp_worker_query,
+        ucp_worker_release_address,
         ucp_worker_set_am_recv_handler,
         ucp_worker_signal,
     )

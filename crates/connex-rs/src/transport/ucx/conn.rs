@@ -5,17 +5,20 @@ use std::sync::Arc;
 
 use connex_ucx::{Endpoint, EpId, Lane, RemoteKey};
 
+use super::nearby::Nearby;
 use super::one_sided::{Puts, by_hardware};
-use super::workers::WorkerId;
+use super::workers::{MAIN, WorkerId};
 use crate::fork::Private;
 use crate::region::Lease;
-use crate::transport::{Caps, Class, Frame, Gone};
+use crate::transport::{Caps, Class, ConnId, Frame, Gone, Upcalls};
 
 /// Where a connection stands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum State {
     /// Ours; the peer has not greeted yet.
     Dialing,
+    /// Greeted or greeting, and still to be agreed whether the two sides go on in shared memory (see `nearby`).
+    Agreeing,
     /// Frames go both ways.
     Open,
     /// We said goodbye and wait for the farewell.
@@ -42,8 +45,16 @@ pub(super) struct Conn {
     /// Gone once a close was handed to UCX.
     pub(super) endpoint: Option<Endpoint>,
     pub(super) ep: EpId,
-    /// What drives it.
-    pub(super) worker: WorkerId,
+    /// The peer is reached through shared memory, or is about to be.
+    pub(super) nearby: Option<Nearby>,
+    /// The last that the peer said about that, as a kind of message.
+    pub(super) last_said: Option<u16>,
+    /// We dialled.
+    pub(super) ours: bool,
+    /// The peer's address is one of this host's.
+    pub(super) same_host: bool,
+    /// Endpoints whose end UCX still owes us.
+    pub(super) ending: u32,
     pub(super) state: State,
     /// Why it will have been closed.
     pub(super) why: Option<Gone>,
@@ -67,11 +78,15 @@ pub(super) struct Conn {
 }
 
 impl Conn {
-    pub(super) fn new(endpoint: Endpoint, worker: WorkerId, state: State, caps: Caps) -> Self {
+    pub(super) fn new(endpoint: Endpoint, state: State, caps: Caps) -> Self {
         Self {
             ep: endpoint.id(),
             endpoint: Some(endpoint),
-            worker,
+            nearby: None,
+            last_said: None,
+            ours: state == State::Dialing,
+            same_host: false,
+            ending: 0,
             state,
             why: None,
             waiting: VecDeque::new(),
@@ -85,6 +100,35 @@ impl Conn {
             held: HashMap::new(),
             held_bulk: 0,
             next_token: 1,
+        }
+    }
+
+    /// Neither closed nor about to be because of what the peer did.
+    pub(super) fn is_alive(&self) -> bool {
+        self.state != State::Closing && !self.broken
+    }
+
+    /// It is settled what carries the frames: they may go both ways.
+    pub(super) fn open(&mut self, id: ConnId, up: &mut dyn Upcalls) {
+        self.state = State::Open;
+        if self.ours {
+            up.connected(id);
+        }
+    }
+
+    /// What carries its frames: an endpoint and its worker.
+    pub(super) fn carrier(&self) -> Option<(&Endpoint, WorkerId)> {
+        match &self.nearby {
+            Some(nearby) if nearby.in_use => Some((nearby.endpoint.as_ref()?, nearby.worker)),
+            _ => Some((self.endpoint.as_ref()?, MAIN)),
+        }
+    }
+
+    /// The worker that its frames come to.
+    pub(super) fn carried_by(&self) -> WorkerId {
+        match &self.nearby {
+            Some(nearby) if nearby.in_use => nearby.worker,
+            _ => MAIN,
         }
     }
 

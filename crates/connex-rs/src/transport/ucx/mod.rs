@@ -12,6 +12,7 @@ mod conn;
 mod devices;
 mod facts;
 mod gate;
+mod nearby;
 mod nudge;
 mod obstacles;
 mod one_sided;
@@ -30,6 +31,7 @@ use connex_ucx::{
 
 use self::conn::{Conn, Pieces, State, caps_of};
 use self::gate::Gate;
+use self::nearby::Said;
 use self::nudge::Nudge;
 use self::one_sided::Access;
 use self::settings::{Facts, Plan, Setting};
@@ -67,6 +69,15 @@ mod kind {
     pub(super) const GOODBYE: u16 = 13;
     /// The goodbye has come, and so has everything before it.
     pub(super) const FAREWELL: u16 = 14;
+    // What `nearby` says.
+    pub(super) const JOIN: u16 = 15;
+    pub(super) const JOINED: u16 = 16;
+    pub(super) const HERE: u16 = 17;
+    pub(super) const APART: u16 = 18;
+
+    pub(super) const ALL: [u16; 8] = [
+        FRAME, GREETING, GOODBYE, FAREWELL, JOIN, JOINED, HERE, APART,
+    ];
 }
 
 /// Operations whose end is not waited for.
@@ -109,8 +120,8 @@ pub struct Ucx {
 struct Table {
     conns: HashMap<ConnId, Conn>,
     by_ep: HashMap<(WorkerId, EpId), ConnId>,
-    /// Connections that were greeted during this round.
-    opened: Vec<ConnId>,
+    /// What was said about going on in shared memory during this round.
+    said: Vec<(ConnId, Said)>,
     /// Connections whose peer broke the rules during this round.
     refused: Vec<(ConnId, String)>,
     /// Connections whose peer said goodbye during this round.
@@ -162,12 +173,9 @@ impl Ucx {
         let context = |config| Context::new(config, features).map_err(|e| explained(e.to_string()));
         let (config, _environment) = configure(library, &plan.settings)?;
         let main = context(&config)?;
-        let same_host = if plan.shared_memory && !force_one_sided {
-            Some(context(&configure(library, &plan.same_host)?.0)?)
-        } else {
-            None
-        };
-        let mut workers = Workers::new(&main, same_host).map_err(explained)?;
+        let share = plan.shared_memory && !force_one_sided;
+        let same_host = share.then(|| shared_memory(library, &plan.same_host));
+        let mut workers = Workers::new(&main, same_host.flatten()).map_err(explained)?;
         let fd = workers.main().event_fd().map_err(|e| e.to_string())?;
         let listener = bind(workers.main(), options.listen).map_err(explained)?;
         let nudge = plan.one_sided.then(Nudge::new).transpose()?;
@@ -201,7 +209,7 @@ impl Ucx {
         if let Some(nudge) = &mut self.nudge {
             nudge.start(Instant::now());
         }
-        self.table.by_ep.insert((conn.worker, conn.ep), id);
+        self.table.by_ep.insert((MAIN, conn.ep), id);
         self.table.conns.insert(id, conn);
     }
 
@@ -211,10 +219,10 @@ impl Ucx {
             return;
         };
         let token = conn.token();
-        let Some(endpoint) = &conn.endpoint else {
+        let Some((endpoint, worker)) = conn.carrier() else {
             return;
         };
-        let worker = self.workers.get(conn.worker);
+        let worker = self.workers.get(worker);
         let Frame { head, body, class } = frame;
         let bytes = body.len();
         let (posted, lease): (_, Option<Lease>) = match body {
@@ -269,20 +277,16 @@ impl Ucx {
 
     /// Sends a message of our own, without data.
     fn post_note(&mut self, id: ConnId, kind: u16) {
-        let Some(conn) = self.table.conns.get(&id) else {
+        self.post_bytes(id, kind, Vec::new());
+    }
+
+    /// Sends a message of our own.
+    fn post_bytes(&mut self, id: ConnId, kind: u16, data: Vec<u8>) {
+        let Some((endpoint, worker)) = self.table.conns.get(&id).and_then(Conn::carrier) else {
             return;
         };
-        let Some(endpoint) = &conn.endpoint else {
-            return;
-        };
-        if let Err(e) = endpoint.send(
-            self.workers.get(conn.worker),
-            kind,
-            &[],
-            Vec::new(),
-            Protocol::Eager,
-            NO_TOKEN,
-        ) {
+        let worker = self.workers.get(worker);
+        if let Err(e) = endpoint.send(worker, kind, &[], data, Protocol::Eager, NO_TOKEN) {
             let detail = e.to_string();
             self.abort(id, Gone::Reset { detail });
         }
@@ -300,9 +304,13 @@ impl Ucx {
         conn.why = Some(why);
         conn.private = None;
         conn.waiting.clear();
-        if let Some(endpoint) = conn.endpoint.take() {
+        let nearby = conn.nearby.as_mut();
+        let nearby = nearby.and_then(|n| Some((n.worker, n.endpoint.take()?)));
+        let first = conn.endpoint.take().map(|endpoint| (MAIN, endpoint));
+        for (worker, endpoint) in nearby.into_iter().chain(first) {
+            conn.ending += 1;
             // Cannot fail: the endpoint is this worker's.
-            let _ = endpoint.close(self.workers.get(conn.worker), CloseMode::Force);
+            let _ = endpoint.close(self.workers.get(worker), CloseMode::Force);
         }
     }
 
@@ -317,12 +325,14 @@ impl Ucx {
     /// Forgets a connection; its end is reported by `progress`.
     fn finish(&mut self, id: ConnId, why: Gone) {
         if let Some(mut conn) = self.table.conns.remove(&id) {
-            self.table.by_ep.remove(&(conn.worker, conn.ep));
+            self.table.by_ep.remove(&(MAIN, conn.ep));
             for token in conn.one_sided_left() {
                 self.finished(id, token, Err("the connection has ended".to_owned()));
             }
             self.access.forget(id);
-            self.end_worker(conn.worker);
+            if let Some(nearby) = conn.nearby.take() {
+                self.end_nearby(nearby);
+            }
             self.gone.push((id, why));
         }
     }
@@ -374,13 +384,14 @@ impl Ucx {
                 let Some(&id) = self.table.by_ep.get(&(worker, ep)) else {
                     return;
                 };
-                let why = self
-                    .table
-                    .conns
-                    .get_mut(&id)
-                    .and_then(|c| c.why.take())
-                    .unwrap_or(Gone::Local);
-                self.finish(id, why);
+                let Some(conn) = self.table.conns.get_mut(&id) else {
+                    return;
+                };
+                conn.ending -= 1;
+                if conn.ending == 0 {
+                    let why = conn.why.take().unwrap_or(Gone::Local);
+                    self.finish(id, why);
+                }
             }
         }
     }
@@ -394,48 +405,31 @@ impl Ucx {
             return self.gate.pause(self.workers.main());
         }
         let from = request.from();
-        let worker = self.choose_worker(from.map(|from| from.ip()));
-        match self.workers.accept(request, worker) {
+        let same_host = from.is_some_and(|from| workers::is_own(from.ip()));
+        match request.accept(self.workers.main()) {
             Ok(endpoint) => {
                 let id = self.ids.next();
-                let caps = self.unknown_caps();
-                self.insert(id, Conn::new(endpoint, worker, State::Open, caps));
-                self.learn_caps(id);
-                self.post_note(id, kind::GREETING);
+                // What the peer must have in common with us to share memory.
+                let domain = self.workers.domain().filter(|_| same_host);
+                let domain = domain.map_or_else(Vec::new, |d| d.as_bytes().to_vec());
+                let state = if domain.is_empty() {
+                    State::Open
+                } else {
+                    State::Agreeing
+                };
+                let mut conn = Conn::new(endpoint, state, self.unknown_caps());
+                conn.same_host = same_host;
+                self.insert(id, conn);
+                if state == State::Open {
+                    self.learn_caps(id);
+                }
+                self.post_bytes(id, kind::GREETING, domain);
                 up.accepted(id, from.unwrap_or(SocketAddr::from(([0, 0, 0, 0], 0))));
             }
             Err(e) => {
-                self.end_worker(worker);
                 tracing::warn!(target: "connex_rs::transport", %e, "a connection could not be accepted");
             }
         }
-    }
-
-    /// The worker for a new connection with whoever is at `peer`.
-    fn choose_worker(&mut self, peer: Option<IpAddr>) -> WorkerId {
-        let id = self.workers.choose(peer);
-        if id == MAIN {
-            return id;
-        }
-        // One that cannot be slept on would keep its peer waiting.
-        match self.workers.event_fd(id) {
-            Some(fd) if self.gate.watch_worker(fd) => id,
-            _ => {
-                self.workers.end(id);
-                MAIN
-            }
-        }
-    }
-
-    /// The connection of a worker is over.
-    fn end_worker(&mut self, id: WorkerId) {
-        if id == MAIN {
-            return;
-        }
-        if let Some(fd) = self.workers.event_fd(id) {
-            self.gate.forget_worker(fd);
-        }
-        self.workers.end(id);
     }
 
     fn unknown_caps(&self) -> Caps {
@@ -445,42 +439,40 @@ impl Ucx {
         }
     }
 
-    /// Finds out what carries the connection; from now on its piece does not change.
+    /// Finds out what carries the connection.
     fn learn_caps(&mut self, id: ConnId) {
         let Some(conn) = self.table.conns.get_mut(&id) else {
             return;
         };
-        let worker = self.workers.get(conn.worker);
         let lanes = conn
-            .endpoint
-            .as_ref()
-            .and_then(|e| e.lanes(worker).ok())
+            .carrier()
+            .and_then(|(endpoint, worker)| endpoint.lanes(self.workers.get(worker)).ok())
             .unwrap_or_default();
         let ends = conn
             .endpoint
             .as_ref()
-            .and_then(|e| e.addresses(worker).ok());
-        if let Some((Some(local), Some(remote))) = ends {
+            .and_then(|e| e.addresses(self.workers.main()).ok());
+        if let Some((Some(local), Some(remote))) = ends
+            && conn.private.is_none()
+        {
             conn.private = gate::socket_between(local, remote).map(gate::keep_from_children);
         }
         conn.by_hardware = lanes.iter().any(one_sided::by_hardware);
         conn.caps = caps_of(&lanes, self.pieces);
     }
 
-    /// Connections that were greeted: what waited goes out.
-    fn open(&mut self) {
-        for id in std::mem::take(&mut self.table.opened) {
-            self.learn_caps(id);
-            let Some(conn) = self.table.conns.get_mut(&id) else {
-                continue;
-            };
-            let (waiting, flush) = (std::mem::take(&mut conn.waiting), conn.flush_when_open);
-            for frame in waiting {
-                self.post(id, frame);
-            }
-            if flush {
-                self.leave(id);
-            }
+    /// What carries the connection is settled, and does not change any more: what waited goes out.
+    fn settled(&mut self, id: ConnId) {
+        self.learn_caps(id);
+        let Some(conn) = self.table.conns.get_mut(&id) else {
+            return;
+        };
+        let (waiting, flush) = (std::mem::take(&mut conn.waiting), conn.flush_when_open);
+        for frame in waiting {
+            self.post(id, frame);
+        }
+        if flush {
+            self.leave(id);
         }
     }
 
@@ -519,32 +511,36 @@ impl Receiver for Inbox<'_> {
         let Some(conn) = self.table.conns.get_mut(&conn_id) else {
             return;
         };
-        if conn.state == State::Closing || conn.broken {
+        if !conn.is_alive() {
             return;
         }
+        let settled =
+            matches!(conn.state, State::Open | State::Leaving) && conn.carried_by() == self.worker;
         let result = match id {
-            kind::FRAME if conn.state == State::Dialing => {
-                Err("a frame came before the greeting".to_owned())
+            kind::FRAME if !settled => {
+                Err("a frame came before the connection was settled".to_owned())
             }
             kind::FRAME if conn.goodbye => Err("a frame came after the goodbye".to_owned()),
             kind::FRAME => frame(conn_id, header, data, self.up),
-            kind::GREETING if conn.state == State::Dialing => {
-                conn.state = State::Open;
-                self.table.opened.push(conn_id);
-                self.up.connected(conn_id);
-                Ok(())
-            }
-            kind::GREETING => Err("a second greeting came".to_owned()),
-            kind::GOODBYE if conn.state != State::Dialing && !conn.goodbye => {
+            kind::GOODBYE if settled && !conn.goodbye => {
                 conn.goodbye = true;
                 self.table.goodbyes.push(conn_id);
                 Ok(())
             }
-            kind::FAREWELL if conn.state == State::Leaving => {
+            kind::FAREWELL if settled && conn.state == State::Leaving => {
                 self.table.farewells.push(conn_id);
                 Ok(())
             }
-            _ => Err("a goodbye or a farewell came out of turn".to_owned()),
+            kind::GOODBYE | kind::FAREWELL => {
+                Err("a goodbye or a farewell came out of turn".to_owned())
+            }
+            other => nearby::hear(conn, self.worker, other, data).map(|said| {
+                // What follows in this round counts on it.
+                if matches!(said, Said::Here | Said::Apart) {
+                    conn.open(conn_id, self.up);
+                }
+                self.table.said.push((conn_id, said));
+            }),
         };
         if let Err(detail) = result {
             self.table.refuse(conn_id, detail);
@@ -605,14 +601,13 @@ impl Transport for Ucx {
 
     fn dial(&mut self, to: SocketAddr) -> ConnId {
         let id = self.ids.next();
-        let worker = self.choose_worker(Some(to.ip()));
-        match self.workers.get(worker).connect(to, None) {
+        match self.workers.main().connect(to, None) {
             Ok(endpoint) => {
-                let caps = self.unknown_caps();
-                self.insert(id, Conn::new(endpoint, worker, State::Dialing, caps));
+                let mut conn = Conn::new(endpoint, State::Dialing, self.unknown_caps());
+                conn.same_host = workers::is_own(to.ip());
+                self.insert(id, conn);
             }
             Err(e) => {
-                self.end_worker(worker);
                 let detail = e.to_string();
                 self.gone.push((id, Gone::Unreachable { detail }));
             }
@@ -633,7 +628,9 @@ impl Transport for Ucx {
             State::Open if conn.endpoint.is_some() && conn.waiting.is_empty() => {
                 self.post(id, frame)
             }
-            State::Open | State::Dialing if !conn.flush_when_open => conn.waiting.push_back(frame),
+            State::Open | State::Dialing | State::Agreeing if !conn.flush_when_open => {
+                conn.waiting.push_back(frame)
+            }
             _ => {}
         }
     }
@@ -653,9 +650,9 @@ impl Transport for Ucx {
             return;
         };
         match (how, conn.state) {
-            (Close::Flush, State::Dialing) => conn.flush_when_open = true,
+            (Close::Flush, State::Dialing | State::Agreeing) => conn.flush_when_open = true,
             (Close::Flush, State::Open) if conn.waiting.is_empty() => self.leave(id),
-            // Greeted in this round: `open` sends what waits, then closes.
+            // Settled in this round: what waits is sent, then it is closed.
             (Close::Flush, State::Open) => conn.flush_when_open = true,
             (Close::Flush, _) => {}
             (Close::Abort, _) => self.abort(id, Gone::Local),
@@ -674,7 +671,9 @@ impl Transport for Ucx {
                 up,
             })
         });
-        self.open();
+        for (id, said) in std::mem::take(&mut self.table.said) {
+            self.agree(id, said, up);
+        }
         for (id, detail) in std::mem::take(&mut self.table.refused) {
             self.abort(id, Gone::Protocol { detail });
         }
@@ -755,6 +754,21 @@ pub fn configure(
         }
     }
     Ok((config, environment))
+}
+
+/// A context for peers of this host; `None`, and a warning, where UCX finds no shared memory.
+fn shared_memory(library: &'static Library, settings: &[Setting]) -> Option<Context> {
+    let context = configure(library, settings).and_then(|(config, _)| {
+        Context::new(&config, Features { rma: false }).map_err(|e| e.to_string())
+    });
+    let warn = |reason: &String| {
+        tracing::warn!(
+            target: "connex_rs::transport",
+            %reason,
+            "no shared memory: peers of this host are reached over TCP"
+        );
+    };
+    context.inspect_err(warn).ok()
 }
 
 /// Listens. Asked first with a socket of our own, which waits for a busy port, names who holds it, and spares UCX's

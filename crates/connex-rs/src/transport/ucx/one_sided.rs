@@ -134,7 +134,7 @@ impl Ucx {
         let Some(endpoint) = conn.endpoint.as_ref().filter(|_| *of == id) else {
             return self.refuse(id, token);
         };
-        let worker = self.workers.get(conn.worker);
+        let worker = self.workers.main();
         // SAFETY: lease and key keep what UCX uses; they are held until the flush has ended, or the endpoint is closed, or
         // the worker is gone.
         let posted = unsafe {
@@ -221,7 +221,7 @@ impl OneSided for Ucx {
         let gone = || "the connection is gone".to_owned();
         let of = self.table.conns.get(&conn).ok_or_else(gone)?;
         let endpoint = of.endpoint.as_ref().ok_or_else(gone)?;
-        let worker = self.workers.get(of.worker);
+        let worker = self.workers.main();
         let key = RemoteKey::unpack(worker, endpoint, key).map_err(|e| e.to_string())?;
         self.access.next_key += 1;
         let id = KeyId(self.access.next_key);
@@ -246,7 +246,7 @@ impl OneSided for Ucx {
         // SAFETY: as for a put, until the get has ended.
         let posted = unsafe {
             endpoint.get(
-                self.workers.get(conn.worker),
+                self.workers.main(),
                 target.ptr,
                 target.len,
                 None,

@@ -130,11 +130,11 @@ pub fn plan(facts: &Facts) -> Result<Plan, String> {
         plan.obstacles.clone_from(&facts.obstacles);
     }
     let old = facts.version.minor < SHARED_MEMORY;
-    // 1.20.0 and 1.20.1 find no route over `lo` unless lanes are pinned, and pinned lanes switch shared memory off.
+    // 1.20.0 and 1.20.1 find no route over `lo` unless lanes are pinned.
     let pinned = facts.version.minor == 20
         && facts.version.release < 2
         && facts.interface.as_deref() == Some("lo");
-    plan.shared_memory = !plan.one_sided && !old && !pinned && tls.allows_posix();
+    plan.shared_memory = !plan.one_sided && !old && tls.allows_posix();
 
     let mut add = Adder::new(facts);
     if plan.one_sided {
@@ -146,10 +146,7 @@ pub fn plan(facts: &Facts) -> Result<Plan, String> {
     plan.settings = add.settings;
     if plan.shared_memory {
         let mut add = Adder::new(facts);
-        same_host(&mut add, &tls);
-        everywhere(&mut add, &tls, false);
-        // These workers are made later, when the environment may not be touched; and what only it can say is about listening.
-        add.settings.retain(|setting| setting.key.is_some());
+        same_host(&mut add);
         plan.same_host = add.settings;
     }
     if !facts.rdma.is_empty() && !plan.one_sided {
@@ -207,26 +204,24 @@ fn without_rdma(add: &mut Adder<'_>, tls: &Allowed, pinned: bool, shared_memory:
             "messages over TCP alone: protocol v1 connects in a fifth of the time",
         );
     }
-    if pinned {
-        // Elsewhere a worker with this cannot be connected to one that has shared memory to offer.
+    if !cuda || pinned {
         add.plain(
             "CM_USE_ALL_DEVICES",
             "n",
-            "1.20.0 and 1.20.1 find no route over lo without it",
+            "only the device of the connection is used, which connects faster",
         );
     }
 }
 
-/// The workers of peers of this host. Neither protocol v1, which fails over shared memory for messages of more than 100 bytes,
-/// nor the connection's device alone, which switches it off.
-fn same_host(add: &mut Adder<'_>, tls: &Allowed) {
-    if tls.is_default() {
-        add.plain(
-            "TLS",
-            "tcp,posix",
-            "peers of this host; never sysv, with which a stranger's process can crash this one",
-        );
-    }
+/// The workers of peers of this host: they find each other without a network. Never protocol v1, which fails over shared memory
+/// for messages of more than 100 bytes.
+fn same_host(add: &mut Adder<'_>) {
+    // Also where the variable allows more: that is for the others.
+    add.override_plain(
+        "TLS",
+        "posix",
+        "peers of this host; never sysv, with which a stranger's process can crash this one",
+    );
     add.plain(
         "MM_ERROR_HANDLING",
         "y",
@@ -659,26 +654,23 @@ mod tests {
         assert_eq!(value(&plan, "UCX_TLS").as_deref(), Some("tcp"));
         assert_eq!(value(&plan, "UCX_MM_ERROR_HANDLING"), None);
         assert_eq!(value(&plan, "UCX_PROTO_ENABLE").as_deref(), Some("n"));
-        // Workers that differ in it refuse each other.
-        assert_eq!(value(&plan, "UCX_CM_USE_ALL_DEVICES"), None);
-        assert_eq!(at_home(&plan, "UCX_TLS").as_deref(), Some("tcp,posix"));
+        assert_eq!(value(&plan, "UCX_CM_USE_ALL_DEVICES").as_deref(), Some("n"));
+        assert_eq!(at_home(&plan, "UCX_TLS").as_deref(), Some("posix"));
         let error_handling = "UCX_MM_ERROR_HANDLING";
         assert_eq!(at_home(&plan, error_handling).as_deref(), Some("y"));
-        // Both would switch shared memory off or break it.
-        assert_eq!(at_home(&plan, "UCX_CM_USE_ALL_DEVICES"), None);
+        // It would break it.
         assert_eq!(at_home(&plan, "UCX_PROTO_ENABLE"), None);
-        for both in [value, at_home] {
-            assert_eq!(both(&plan, "UCX_NET_DEVICES").as_deref(), Some("lo"));
-            assert_eq!(both(&plan, "UCX_TCP_TX_SEG_SIZE").as_deref(), Some("256k"));
-            assert_eq!(both(&plan, "UCX_MAX_EAGER_RAILS").as_deref(), Some("1"));
-        }
+        assert_eq!(value(&plan, "UCX_NET_DEVICES").as_deref(), Some("lo"));
+        assert_eq!(value(&plan, "UCX_TCP_TX_SEG_SIZE").as_deref(), Some("256k"));
+        assert_eq!(value(&plan, "UCX_MAX_EAGER_RAILS").as_deref(), Some("1"));
     }
 
     #[test]
     fn what_only_the_environment_can_say_is_not_for_workers_made_later() {
-        let plan = plan(&facts(16)).expect("a plan");
-        assert!(plan.settings.iter().any(|s| s.key.is_none()));
-        assert!(plan.shared_memory && plan.same_host.iter().all(|s| s.key.is_some()));
+        for minor in [16, 22] {
+            let plan = plan(&facts(minor)).expect("a plan");
+            assert!(plan.shared_memory && plan.same_host.iter().all(|s| s.key.is_some()));
+        }
     }
 
     #[test]
@@ -686,7 +678,7 @@ mod tests {
         let plan = plan(&with(facts(22), &[("UCX_TLS", "posix,tcp,self")])).expect("a plan");
         assert!(plan.shared_memory && plan.warnings.is_empty());
         assert_eq!(value(&plan, "UCX_TLS").as_deref(), Some("tcp,self"));
-        assert_eq!(at_home(&plan, "UCX_TLS"), None, "the user's own");
+        assert_eq!(at_home(&plan, "UCX_TLS").as_deref(), Some("posix"));
     }
 
     #[test]
@@ -698,14 +690,14 @@ mod tests {
     }
 
     #[test]
-    fn old_and_odd_versions_have_no_shared_memory() {
+    fn old_versions_have_no_shared_memory_and_odd_ones_pinned_devices() {
         for vars in [&[][..], &[("UCX_TLS", "tcp,posix")]] {
             let old = plan(&with(facts(13), vars)).expect("a plan");
             assert!(!old.shared_memory && old.same_host.is_empty());
             // 1.13 aborts with v2 and knows v1 only.
             assert_eq!(value(&old, "UCX_PROTO_ENABLE"), None);
             let odd = plan(&with(facts(20), vars)).expect("a plan");
-            assert!(!odd.shared_memory && odd.same_host.is_empty());
+            assert!(odd.shared_memory);
             assert_eq!(value(&odd, "UCX_CM_USE_ALL_DEVICES").as_deref(), Some("n"));
             assert_eq!(value(&odd, "UCX_PROTO_ENABLE").as_deref(), Some("n"));
         }

@@ -187,6 +187,66 @@ fn frames_arrive_whole_and_in_order_both_ways() {
     }
 }
 
+/// As the settings ask for; versions without it are told apart there.
+#[test]
+fn peers_of_one_host_go_on_in_shared_memory_at_once() {
+    let (mut a, ab, mut b, ba) = pair();
+    // Sent before anything is settled, in both directions, and in one round with what settles it.
+    until(&mut a, &mut b, "both at rest", |a, b| {
+        (a.ucx.table.said.is_empty() && b.ucx.table.said.is_empty()).then_some(())
+    });
+    a.send(ab, b"there", Body::Empty);
+    b.send(ba, b"back", Body::Empty);
+    until(&mut a, &mut b, "a frame each", |a, b| {
+        (a.log.frames.len() == 1 && b.log.frames.len() == 1).then_some(())
+    });
+    let shared = a.ucx.plan.shared_memory;
+    for (conn, side) in [(ab, &a), (ba, &b)] {
+        let path = side.ucx.caps(conn).path;
+        assert_eq!(path == "ucx:posix", shared, "{path}");
+        let own = side.ucx.table.conns[&conn].nearby.is_some();
+        assert_eq!(own, shared);
+    }
+    a.ucx.close(ab, Close::Flush);
+    until(&mut a, &mut b, "both ends", |a, b| {
+        (a.log.closed.contains_key(&ab) && b.log.closed.contains_key(&ba)).then_some(())
+    });
+    assert_eq!((a.ucx.workers.count(), b.ucx.workers.count()), (1, 1));
+}
+
+/// What is said about shared memory is heard in its turn alone, and costs nobody else.
+#[test]
+fn what_is_said_out_of_turn_ends_its_connection() {
+    for kind in [
+        kind::GREETING,
+        kind::JOIN,
+        kind::JOINED,
+        kind::HERE,
+        kind::APART,
+    ] {
+        let (mut a, ab, mut b, ba) = pair();
+        let second = a.ucx.dial(b.ucx.local_addr());
+        until(&mut a, &mut b, "a second connection", |a, b| {
+            (a.log.connected.len() == 2 && b.log.accepted.len() == 2).then_some(())
+        });
+        for dialed in [true, false] {
+            let (from, id, to, of) = if dialed {
+                (&mut a, ab, &mut b, ba)
+            } else {
+                let of = second;
+                let id = b.log.accepted[1];
+                (&mut b, id, &mut a, of)
+            };
+            from.ucx.post_bytes(id, kind, vec![1, 2, 3]);
+            let why = until(from, to, "the end", |_, to| to.log.closed.get(&of).cloned());
+            assert!(
+                matches!(&why, Gone::Protocol { detail } if detail.contains("out of turn")),
+                "{kind}: {why:?}"
+            );
+        }
+    }
+}
+
 /// One side has no worker to spare for the other.
 #[test]
 fn sides_that_do_not_both_offer_shared_memory_use_tcp() {

@@ -3,12 +3,16 @@
 //! The queue of UCX's shared memory belongs to a worker and is filled by all who send to it. A sender that is killed between
 //! taking a place there and filling it leaves it stuck for good. So a peer of this host gets a worker that it shares with
 //! nobody: what its death leaves behind goes with that worker, and no other peer is disturbed (I6).
+//!
+//! The two sides connect with their main workers, over TCP, and agree there to go on in shared memory (see `nearby`): a
+//! connection of UCX's own that has both takes it tens of milliseconds to plan, and sides of which only one can offer shared memory
+//! could not connect at all. The first connection stays: it tells of the peer's death.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::os::fd::RawFd;
 
-use connex_ucx::{ConnRequest, Context, Endpoint, Event, Worker};
+use connex_ucx::{Context, Event, Worker};
 
 use super::kind;
 use crate::host;
@@ -29,9 +33,15 @@ pub(super) const MAIN: WorkerId = WorkerId(0);
 pub(super) struct Workers {
     own: BTreeMap<WorkerId, Worker>,
     main: Worker,
-    /// The context of shared memory, where it may be used.
-    same_host: Option<Context>,
+    same_host: Option<SameHost>,
     last: WorkerId,
+}
+
+/// Where shared memory may be used: its context.
+struct SameHost {
+    context: Context,
+    /// Equal on both sides that can share memory.
+    domain: String,
 }
 
 impl Workers {
@@ -43,7 +53,7 @@ impl Workers {
         Ok(Self {
             own: BTreeMap::new(),
             main: worker(context)?,
-            same_host,
+            same_host: same_host.and_then(SameHost::new),
             last: MAIN,
         })
     }
@@ -61,29 +71,27 @@ impl Workers {
         self.own.get_mut(&id).unwrap_or(&mut self.main)
     }
 
-    /// Makes the worker for a connection with `peer`: one of its own on this host, else the main one.
-    pub(super) fn choose(&mut self, peer: Option<IpAddr>) -> WorkerId {
-        let Some(context) = &self.same_host else {
-            return MAIN;
-        };
-        if self.own.len() >= OWN_LIMIT || !peer.is_some_and(is_own) {
-            return MAIN;
-        }
-        match worker(context) {
-            Ok(worker) => {
-                self.last.0 += 1;
-                self.own.insert(self.last, worker);
-                self.last
-            }
-            Err(reason) => {
-                tracing::warn!(
-                    target: "connex_rs::transport",
-                    %reason,
-                    "no worker for a peer of this host: it is reached over TCP"
-                );
-                MAIN
-            }
-        }
+    /// What tells whether a peer can share memory with this transport; `None`: nobody can, at the moment.
+    pub(super) fn domain(&self) -> Option<&str> {
+        let free = self.own.len() < OWN_LIMIT;
+        self.same_host
+            .as_ref()
+            .filter(|_| free)
+            .map(|home| home.domain.as_str())
+    }
+
+    /// Makes a worker for one peer of this host; its name, what to sleep on, and where the peer's reaches it.
+    ///
+    /// # Errors
+    /// UCX's words.
+    pub(super) fn make(&mut self) -> Result<(WorkerId, RawFd, Vec<u8>), String> {
+        let home = self.same_host.as_ref().ok_or("no shared memory")?;
+        let worker = worker(&home.context)?;
+        let fd = worker.event_fd().map_err(|e| e.to_string())?;
+        let address = worker.address().map_err(|e| e.to_string())?;
+        self.last.0 += 1;
+        self.own.insert(self.last, worker);
+        Ok((self.last, fd, address))
     }
 
     /// From now on the peers of this host are reached like others.
@@ -92,20 +100,10 @@ impl Workers {
         self.same_host = None;
     }
 
-    /// Takes a connection with the worker `id`.
-    ///
-    /// # Errors
-    /// UCX's words.
-    pub(super) fn accept(
-        &mut self,
-        request: ConnRequest,
-        id: WorkerId,
-    ) -> Result<Endpoint, String> {
-        let result = match self.own.get_mut(&id) {
-            Some(own) => request.accept_on(&mut self.main, own),
-            None => request.accept(&mut self.main),
-        };
-        result.map_err(|e| e.to_string())
+    /// How many there are.
+    #[cfg(test)]
+    pub(super) fn count(&self) -> usize {
+        1 + self.own.len()
     }
 
     /// Ends a worker whose connection is over; the main one stays.
@@ -115,7 +113,7 @@ impl Workers {
 
     /// What to sleep on for the worker `id`.
     pub(super) fn event_fd(&self, id: WorkerId) -> Option<RawFd> {
-        self.own.get(&id).unwrap_or(&self.main).event_fd().ok()
+        self.own.get(&id)?.event_fd().ok()
     }
 
     /// Calls `step` with each of them; gives the sum of what it gave.
@@ -145,15 +143,27 @@ impl Workers {
 
 fn worker(context: &Context) -> Result<Worker, String> {
     let mut worker = Worker::new(context).map_err(|e| e.to_string())?;
-    for kind in [kind::FRAME, kind::GREETING, kind::GOODBYE, kind::FAREWELL] {
+    for kind in kind::ALL {
         worker.accept_messages(kind).map_err(|e| e.to_string())?;
     }
     Ok(worker)
 }
 
+impl SameHost {
+    fn new(context: Context) -> Option<Self> {
+        let domain = host::shared_memory_domain();
+        // Versions do not promise to read each other's queues.
+        let version = context.library().version();
+        (!domain.is_empty()).then(|| Self {
+            domain: format!("{version} {domain}"),
+            context,
+        })
+    }
+}
+
 /// Whether an address is this host's, so that who uses it is here too. (Another name space of the same host has other
 /// addresses, and may not share memory.)
-fn is_own(addr: IpAddr) -> bool {
+pub(super) fn is_own(addr: IpAddr) -> bool {
     let addr = addr.to_canonical();
     addr.is_loopback() || host::interface_of(addr).is_some()
 }
