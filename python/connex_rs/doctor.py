@@ -301,6 +301,10 @@ def _last_line(stderr: str) -> str:
     return lines[-1] if lines else "nothing was said"
 
 
+def _setting_lines(settings: list[tuple[str, str, str]]) -> list[str]:
+    return [f"  {variable}={value}\n      {reason}" for variable, value, reason in settings]
+
+
 def _gpu_lines(found: dict[str, Any]) -> list[str]:
     lines = ["GPUs"]
     lines += [
@@ -353,9 +357,10 @@ def text(report: dict[str, Any]) -> list[str]:
     plan = report["ucx_plan"]
     if plan:
         lines += ["", f"Settings that an engine on {address['ip']} makes for UCX"]
-        lines += [
-            f"  {variable}={value}\n      {reason}" for variable, value, reason in plan["settings"]
-        ] or ["  none"]
+        lines += _setting_lines(plan["settings"]) or ["  none"]
+        if plan["same_host"]:
+            lines += ["", "The same for peers of this host, which share memory"]
+            lines += _setting_lines(plan["same_host"])
     lines += ["", "Variables that are set"]
     lines += [f"  {name}={value}" for name, value in report["variables"].items()] or ["  none"]
 

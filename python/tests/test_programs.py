@@ -47,6 +47,8 @@ def test_doctor_tells_programs():
     assert report["proof"]["code"] == 0 and report["proof"]["bytes"] == 1 << 20
     assert report["variables"]["CONNEX_RS_X"] == "y"
     assert report["version"] == connex_rs.__version__
+    plan = report["ucx_plan"]
+    assert not plan or bool(plan["same_host"]) is plan["shared_memory"]
 
 
 def test_doctor_finds_an_address_that_is_not_there():

@@ -17,6 +17,7 @@ on_every_transport!(
     killed_writers_leave_the_others_alone,
     two_hundred_clients_at_once,
     little_shared_memory_and_other_process_namespaces,
+    shared_memory_that_runs_out_costs_speed_alone,
 );
 
 /// Kills a peer while `what` is under way over a slow path; the survivor has one `failed`, and it is a death.
@@ -295,6 +296,37 @@ fn little_shared_memory_and_other_process_namespaces(net: Net) {
         a.expect_up("the other namespace");
         b.kill();
         expect_death(&a, DIED, &format!("{wrapper:?}"));
+    }
+    expect_settled(&[&a], WATCH, "all killed");
+}
+
+/// More peers than find room in a small `/dev/shm`, and somebody else who fills it.
+fn shared_memory_that_runs_out_costs_speed_alone(net: Net) {
+    need_root();
+    let small = "mount -t tmpfs -o size=24m none /dev/shm && exec \"$0\"";
+    let a = Agent::spawn(AGENT, &["unshare", "-m", "sh", "-c", small]);
+    let url_a = a.start(config(net, 0, "127.0.0.1", 0, None));
+    let of_a = a.buffer(BULK, 1, false);
+    let pid = a.pid().to_string();
+    let beside: &[&str] = &["nsenter", "-t", &pid, "-m"];
+    let full = "head -c 64m /dev/zero >/dev/shm/full; exec \"$0\"";
+    let behind: Vec<&str> = [beside, &["sh", "-c", full]].concat();
+    let mut peers = Vec::new();
+    for n in 1..=12 {
+        let b = Agent::spawn(AGENT, if n == 9 { &behind } else { beside });
+        b.start(config(net, n, "127.0.0.1", 0, None));
+        let here = b.buffer(1 << 20, u64::from(n), true);
+        peers.push((b, here));
+        // Those that were there first go on as well.
+        for (n, (b, here)) in peers.iter().enumerate() {
+            assert_eq!(b.read(&url_a, *here, of_a, 1 << 20, None), 0, "peer {n}");
+            assert!(b.holds(*here, 1 << 20, 1), "peer {n}");
+        }
+        a.expect_up("a peer");
+    }
+    for (n, (b, _)) in peers.iter_mut().enumerate() {
+        b.kill();
+        expect_death(&a, DIED, &format!("peer {n}"));
     }
     expect_settled(&[&a], WATCH, "all killed");
 }

@@ -90,6 +90,11 @@ impl Agent {
         }
     }
 
+    /// The process id; where the wrapper ends in `exec` it is the agent's own.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Gives an order.
     pub fn post(&self, mut order: Value) -> Pending {
         let id = self.next.fetch_add(1, Ordering::Relaxed);

@@ -38,9 +38,10 @@ pub(crate) fn interfaces(py: Python<'_>) -> Vec<(String, String)> {
         .collect()
 }
 
-/// The settings that an engine which advertises `ip` makes for UCX: `settings`, a list of `(variable, value, reason)`,
-/// `warnings`, `obstacles` (what keeps RDMA from working), `one_sided`, `shared_memory` and `rdma_devices` (those that this process can use, each with its interfaces). Loads UCX. Raises `RuntimeError` as `ucx` does, `ValueError` for a bad
-/// address or one that the variables exclude.
+/// The settings that an engine which advertises `ip` makes for UCX: `settings`, a list of `(variable, value, reason)`, and
+/// `same_host`, the same for peers of this host; `warnings`, `obstacles` (what keeps RDMA from working), `one_sided`,
+/// `shared_memory` and `rdma_devices` (those that this process can use, each with its interfaces). Loads UCX. Raises
+/// `RuntimeError` as `ucx` does, `ValueError` for a bad address or one that the variables exclude.
 #[pyfunction]
 pub(crate) fn ucx_plan<'py>(py: Python<'py>, ip: &str) -> PyResult<Bound<'py, PyDict>> {
     let addr: IpAddr = ip
@@ -51,12 +52,13 @@ pub(crate) fn ucx_plan<'py>(py: Python<'py>, ip: &str) -> PyResult<Bound<'py, Py
     let facts = Facts::gather(library, addr, connex_rs::host::interface_of(addr));
     let plan = settings::plan(&facts).map_err(PyValueError::new_err)?;
     let dict = PyDict::new(py);
-    let settings: Vec<_> = plan
-        .settings
-        .into_iter()
-        .map(|setting| (setting.variable, setting.value, setting.reason))
-        .collect();
-    dict.set_item("settings", settings)?;
+    for (name, settings) in [("settings", plan.settings), ("same_host", plan.same_host)] {
+        let list: Vec<_> = settings
+            .into_iter()
+            .map(|setting| (setting.variable, setting.value, setting.reason))
+            .collect();
+        dict.set_item(name, list)?;
+    }
     dict.set_item("warnings", plan.warnings)?;
     dict.set_item("obstacles", plan.obstacles)?;
     dict.set_item("one_sided", plan.one_sided)?;

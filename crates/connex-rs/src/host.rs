@@ -129,18 +129,36 @@ fn scope_index(scope: &str) -> Result<u32, String> {
     }
 }
 
-/// Names what two processes must share to use the same shared memory: the boot of the kernel and
-/// the mount of `/dev/shm`. Empty if that cannot be found out.
+/// Where shared memory lives.
+const SHARED_MEMORY: &str = "/dev/shm";
+
+/// Names what two processes must have in common to use the same shared memory and to see each other's death: the boot of the
+/// kernel, the mount of `/dev/shm`, the process ids, and the user, whose files it opens. Empty if that cannot be found out.
 pub fn shared_memory_domain() -> String {
     use std::os::unix::fs::MetadataExt;
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let Ok(shm) = std::fs::metadata("/dev/shm") else {
+    let (Ok(shm), Ok(pids)) = (
+        std::fs::metadata(SHARED_MEMORY),
+        std::fs::metadata("/proc/self/ns/pid"),
+    ) else {
         return String::new();
     };
     if boot.is_empty() {
         return String::new();
     }
-    format!("{}:{}", boot.trim(), shm.dev())
+    let user = rustix::process::geteuid();
+    format!(
+        "{}:{}:{}:{}",
+        boot.trim(),
+        shm.dev(),
+        pids.ino(),
+        user.as_raw()
+    )
+}
+
+/// How many bytes of shared memory are left; zero if there is none.
+pub fn shared_memory_left() -> u64 {
+    rustix::fs::statvfs(SHARED_MEMORY).map_or(0, |fs| fs.f_bavail.saturating_mul(fs.f_frsize))
 }
 
 #[cfg(test)]
@@ -170,5 +188,6 @@ mod tests {
     #[test]
     fn this_process_shares_memory_with_itself() {
         assert_eq!(shared_memory_domain(), shared_memory_domain());
+        assert!(shared_memory_left() > 0);
     }
 }

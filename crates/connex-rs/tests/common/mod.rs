@@ -16,7 +16,7 @@ pub(crate) const LONG: Option<Duration> = Some(Duration::from_secs(60));
 pub(crate) enum Net {
     /// The built-in transport.
     Tcp,
-    /// UCX: over TCP, or what `CONNEX_RS_TEST_TLS` names.
+    /// UCX: as engines use it, or over what `CONNEX_RS_TEST_TLS` names.
     Ucx,
 }
 

@@ -758,9 +758,11 @@ pub fn configure(
 
 /// A context for peers of this host; `None`, and a warning, where UCX finds no shared memory.
 fn shared_memory(library: &'static Library, settings: &[Setting]) -> Option<Context> {
-    let context = configure(library, settings).and_then(|(config, _)| {
-        Context::new(&config, Features { rma: false }).map_err(|e| e.to_string())
-    });
+    let context = workers::check_memory()
+        .and_then(|()| configure(library, settings))
+        .and_then(|(config, _)| {
+            Context::new(&config, Features { rma: false }).map_err(|e| e.to_string())
+        });
     let warn = |reason: &String| {
         tracing::warn!(
             target: "connex_rs::transport",

@@ -229,6 +229,16 @@ fn same_host(add: &mut Adder<'_>) {
     );
     add.posix("SEG_SIZE", SHM_SEGMENT, "one piece fits one fragment");
     add.posix(
+        "ALLOC",
+        "md",
+        "where shared memory runs out UCX otherwise takes memory that is not shared, and crashes",
+    );
+    add.posix(
+        "RX_MAX_BUFS",
+        SHM_BUFFERS,
+        "a worker takes what it needs when it is made, and nothing later",
+    );
+    add.posix(
         "FIFO_SIZE",
         SHM_QUEUE,
         "one sender's queue: what is under way stays in the cache",

@@ -17,9 +17,12 @@ use connex_ucx::{Context, Event, Worker};
 use super::kind;
 use crate::host;
 
-/// How many peers of this host get a worker of their own: each costs a queue of a megabyte in `/dev/shm`, some
-/// descriptors, and a look at each round. Further ones are reached over TCP.
+/// How many peers of this host get a worker of their own: each costs 1.7 MB of `/dev/shm`, some descriptors, and a look at
+/// each round. Further ones are reached over TCP.
 const OWN_LIMIT: usize = 32;
+
+/// Bytes of shared memory without which no worker is made: the peer needs one too, and others of this host have theirs.
+const SHARED_MEMORY_LEFT: u64 = 16 << 20;
 
 /// Names a worker within its transport. Never reused.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -86,6 +89,7 @@ impl Workers {
     /// UCX's words.
     pub(super) fn make(&mut self) -> Result<(WorkerId, RawFd, Vec<u8>), String> {
         let home = self.same_host.as_ref().ok_or("no shared memory")?;
+        check_memory()?;
         let worker = worker(&home.context)?;
         let fd = worker.event_fd().map_err(|e| e.to_string())?;
         let address = worker.address().map_err(|e| e.to_string())?;
@@ -139,6 +143,23 @@ impl Workers {
             .chain(self.own.values_mut())
             .all(|worker| worker.arm().unwrap_or(false))
     }
+}
+
+/// Whether enough shared memory is left for another worker: UCX has loud words where it is not.
+///
+/// # Errors
+/// What is left, what it takes, and the way out.
+pub(super) fn check_memory() -> Result<(), String> {
+    let left = host::shared_memory_left();
+    if left >= SHARED_MEMORY_LEFT {
+        return Ok(());
+    }
+    Err(format!(
+        "{} MB are left in /dev/shm, and {} MB are wanted: make it larger (docker run --shm-size=1g; a memory-backed emptyDir at /dev/shm in \
+         Kubernetes), or set UCX_TLS=tcp",
+        left >> 20,
+        SHARED_MEMORY_LEFT >> 20
+    ))
 }
 
 fn worker(context: &Context) -> Result<Worker, String> {
