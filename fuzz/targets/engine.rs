@@ -1,5 +1,6 @@
-//! A whole engine on the built-in transport that hears arbitrary bytes: from strangers, from a peer with a link, and as
-//! datagrams. Nothing of it may end the process, reach memory outside the region or disturb another peer.
+//! A whole engine on the built-in transport that hears arbitrary bytes: from strangers, from a peer with a link, from one with
+//! a channel, from one without the secret, and as datagrams. Nothing of it may end the process, reach memory outside the region or
+//! disturb another peer.
 #![no_main]
 
 use std::io::{Read, Write};
@@ -8,235 +9,120 @@ use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use connex_rs::identity::Incarnation;
-use connex_rs::wire::{self, Greet, Greeting, Message, MsgPiece, Piece};
-use connex_rs::{Config, Engine, LogicalId, TransportChoice};
+use connex_fuzz::input::{Input, framed};
+use connex_fuzz::world::{World, assert_no_leak, guarded, hello_to};
+use connex_rs::wire::{self, ChannelVerb, Control, Message};
+use connex_rs::{Engine, TransportChoice};
 use libfuzzer_sys::fuzz_target;
 
-const LEN: usize = 4096;
-const CANARY: u8 = 0xc5;
-/// How often the honest peer looks whether all is well.
-const LOOK_EVERY: u64 = 256;
-
-struct World {
-    victim: Engine,
-    friend: Engine,
-    /// The region lies in the middle of a canary of its own length on each side.
-    memory: usize,
-    here: usize,
-    datagrams: UdpSocket,
-}
-
-static WORLD: LazyLock<World> = LazyLock::new(|| {
-    let engine = |stage| {
-        let mut config = Config::new(id(stage));
-        config.listen_ip = "127.0.0.1".into();
-        config.transport = TransportChoice::Tcp;
-        Engine::start(config).expect("an engine")
-    };
-    let (victim, friend) = (engine(0), engine(1));
-    let memory = vec![CANARY; 3 * LEN].leak().as_mut_ptr() as usize;
-    // SAFETY: leaked, and looked at through raw pointers only.
-    unsafe { victim.register_memory(memory + LEN, LEN) }.expect("a region");
-    World {
-        victim,
-        friend,
-        memory,
-        here: vec![0_u8; LEN].leak().as_mut_ptr() as usize,
-        datagrams: UdpSocket::bind("127.0.0.1:0").expect("a socket"),
-    }
-});
-
+static WORLD: LazyLock<World> = LazyLock::new(|| World::new(TransportChoice::Tcp));
+static GUARDED: LazyLock<Engine> = LazyLock::new(guarded);
+static DATAGRAMS: LazyLock<UdpSocket> =
+    LazyLock::new(|| UdpSocket::bind("127.0.0.1:0").expect("a socket"));
 static RUNS: AtomicU64 = AtomicU64::new(1);
 
-fn id(stage: u32) -> LogicalId {
-    LogicalId::new("fuzz", stage, 0, 0).expect("valid")
-}
-
-fn frame(head: &[u8], body: &[u8]) -> Vec<u8> {
-    let mut bytes = vec![0xc7, 0x5d, head.len() as u8, 0];
-    bytes.extend((body.len() as u32).to_le_bytes());
-    bytes.extend(head);
-    bytes.extend(body);
-    bytes
-}
-
-/// Reads the input bit by bit; zeroes after its end.
-struct Input<'a>(&'a [u8]);
-
-impl Input<'_> {
-    fn take(&mut self, len: usize) -> Vec<u8> {
-        let (taken, rest) = self.0.split_at(len.min(self.0.len()));
-        self.0 = rest;
-        taken.to_vec()
-    }
-
-    fn byte(&mut self) -> u8 {
-        self.take(1).first().copied().unwrap_or(0)
-    }
-
-    fn number(&mut self) -> u64 {
-        // Often small, sometimes anything.
-        let width = usize::from(self.byte() % 9);
-        let mut bytes = [0; 8];
-        let taken = self.take(width);
-        bytes[..taken.len()].copy_from_slice(&taken);
-        u64::from_le_bytes(bytes)
-    }
-
-    /// An address in or near the region, or anywhere.
-    fn address(&mut self, region: u64) -> u64 {
-        match self.byte() % 4 {
-            0 => self.number(),
-            _ => region
-                .wrapping_add(self.number() % (2 * LEN as u64))
-                .wrapping_sub(LEN as u64 / 2),
-        }
-    }
-
-    fn message(&mut self, region: u64) -> Message {
-        let (req, elem) = (self.number(), self.number() as u32);
-        match self.byte() % 6 {
-            0 => Message::Read {
-                req,
-                elem,
-                addr: self.address(region),
-                len: self.number(),
-            },
-            1 => Message::Data {
-                req,
-                elem,
-                offset: self.number(),
-            },
-            2 => Message::Done { req, code: 0, elem },
-            3 => Message::Msg(MsgPiece {
-                seq: self.number(),
-                total: self.number(),
-                offset: self.number(),
-                signals: (self.byte() % 2 == 0).then(|| self.number()),
-            }),
-            4 => Message::Ping { stamp: req },
-            _ => Message::Write(Piece {
-                req,
-                last: self.byte() % 2 == 0,
-                addr: self.address(region),
-                len: self.number(),
-                offset: self.number(),
-                ..piece()
-            }),
-        }
-    }
-
-    /// What is sent in one go: raw bytes, a frame around any head, or one around a real message.
-    fn burst(&mut self, region: u64) -> Vec<u8> {
-        let (kind, len) = (self.byte(), usize::from(self.byte()));
-        match kind % 4 {
-            0 => self.take(len),
-            1 => {
-                let head = self.take(len % 65);
-                let body = self.take(len);
-                frame(&head, &body)
-            }
-            _ => {
-                let head = wire::encode(&self.message(region));
-                let body = self.take(len);
-                frame(head.as_slice(), &body)
-            }
-        }
-    }
-}
-
-fn piece() -> Piece {
-    Piece {
-        req: 0,
-        elem: 0,
-        last: false,
-        flag: false,
-        addr: 0,
-        len: 0,
-        offset: 0,
-    }
-}
-
-/// A link as any insider could have it.
-fn linked(world: &World, run: u64) -> Option<TcpStream> {
-    let mut stream = TcpStream::connect(("127.0.0.1", world.victim.port())).ok()?;
+fn connect(engine: &Engine) -> Option<TcpStream> {
+    let stream = TcpStream::connect(("127.0.0.1", engine.port())).ok()?;
     stream.set_read_timeout(Some(Duration::from_secs(2))).ok()?;
     stream.set_nodelay(true).ok()?;
-    let who = id(100 + (run % 32) as u32);
-    let greet = Greet {
-        link: run,
-        attempt: 1,
-        incarnation: Incarnation {
-            start_ns: run,
-            random: run,
-        },
-        nonce: [7; 16],
-        lost: None,
-    };
-    let greeting = Greeting {
-        id: Some(who.clone()),
-        wanted: Some(world.victim.id().clone()),
-        url: format!("127.0.0.1:9#{who}"),
-        window: u64::MAX,
-        ..Greeting::default()
-    };
-    let hello = wire::encode(&Message::Hello(greet));
-    stream
-        .write_all(&frame(hello.as_slice(), &greeting.encode()))
-        .ok()?;
-    let mut prefix = [0; 8];
-    stream.read_exact(&mut prefix).ok()?;
-    let body = u32::from_le_bytes(prefix[4..].try_into().ok()?) as usize;
-    let mut rest = vec![0; usize::from(prefix[2]) + body];
-    stream.read_exact(&mut rest).ok()?;
-    let confirm = wire::encode(&Message::Confirm { link: run });
-    stream.write_all(&frame(confirm.as_slice(), &[])).ok()?;
     Some(stream)
 }
 
-fn look(world: &World) {
-    // SAFETY: leaked memory on both sides.
-    unsafe {
-        let time = Some(Duration::from_secs(20));
-        let region = (world.memory + LEN) as u64;
-        world
-            .friend
-            .read(world.victim.local_url(), world.here, region, LEN, time)
-            .expect("the honest peer is served");
-        for side in [world.memory, world.memory + 2 * LEN] {
-            let canary = std::slice::from_raw_parts(side as *const u8, LEN);
-            assert!(
-                canary.iter().all(|&b| b == CANARY),
-                "memory outside the region was written"
-            );
+/// Reads a frame: its head and body.
+fn hear(stream: &mut TcpStream) -> Option<(Vec<u8>, Vec<u8>)> {
+    let mut prefix = [0; 8];
+    stream.read_exact(&mut prefix).ok()?;
+    let mut head = vec![0; usize::from(prefix[2])];
+    let mut body = vec![0; u32::from_le_bytes(prefix[4..].try_into().ok()?) as usize];
+    stream.read_exact(&mut head).ok()?;
+    stream.read_exact(&mut body).ok()?;
+    Some((head, body))
+}
+
+fn say(stream: &mut TcpStream, message: &Message, body: &[u8]) -> Option<()> {
+    let frame = framed(wire::encode(message).as_slice(), body);
+    stream.write_all(&frame).ok()
+}
+
+/// A link as any insider could have it.
+fn linked(world: &World, link: u64) -> Option<TcpStream> {
+    let mut stream = connect(world.victim())?;
+    let (head, body) = world.hello(link);
+    stream.write_all(&framed(&head, &body)).ok()?;
+    let (head, _) = hear(&mut stream)?;
+    if !matches!(wire::decode(&head), Ok(Message::Welcome(_))) {
+        return None;
+    }
+    say(&mut stream, &Message::Confirm { link }, &[])?;
+    Some(stream)
+}
+
+/// A link with a channel on it, and where its ring is.
+fn with_channel(world: &World, link: u64) -> Option<(TcpStream, u64)> {
+    let mut stream = linked(world, link)?;
+    let open = ChannelVerb::Open {
+        slots: 4,
+        slot_bytes: 256,
+    };
+    let control = Control {
+        channel: 1,
+        verb: open,
+    };
+    say(&mut stream, &Message::Channel(control), b"fuzz")?;
+    loop {
+        let (head, _) = hear(&mut stream)?;
+        if let Ok(Message::Channel(Control {
+            verb: ChannelVerb::Accept { ring },
+            ..
+        })) = wire::decode(&head)
+        {
+            return Some((stream, ring));
         }
     }
-    assert_eq!(
-        world.friend.stats().failures,
-        0,
-        "the honest peer lost its link"
-    );
+}
+
+/// Somebody without the secret, who heard the challenge.
+fn challenged(link: u64) -> Option<TcpStream> {
+    let mut stream = connect(&GUARDED)?;
+    let (head, body) = hello_to(&GUARDED, link);
+    stream.write_all(&framed(&head, &body)).ok()?;
+    hear(&mut stream)?;
+    Some(stream)
 }
 
 fuzz_target!(|data: &[u8]| {
     let world = &*WORLD;
     let run = RUNS.fetch_add(1, Ordering::Relaxed);
-    let region = (world.memory + LEN) as u64;
-    let mut input = Input(data);
-    let stream = match input.byte() % 4 {
+    if run == 1 {
+        // Otherwise most of this would test nothing.
+        assert!(linked(world, u64::MAX).is_some(), "no link");
+        assert!(with_channel(world, u64::MAX - 1).is_some(), "no channel");
+    }
+    let mut input = Input::new(data);
+    let mut base = world.region();
+    let stream = match input.byte() % 8 {
         0 => {
-            let _ = world
-                .datagrams
-                .send_to(input.0, ("127.0.0.1", world.victim.port()));
+            let to = ("127.0.0.1", world.victim().port());
+            let _ = DATAGRAMS.send_to(input.rest(), to);
             None
         }
-        1 => TcpStream::connect(("127.0.0.1", world.victim.port())).ok(),
+        1 => connect(world.victim()),
+        2 => challenged(run),
+        3 | 4 => with_channel(world, run).map(|(stream, ring)| {
+            base = ring;
+            stream
+        }),
         _ => linked(world, run),
     };
     if let Some(mut stream) = stream {
-        while !input.0.is_empty() {
-            let bytes = input.burst(region);
+        while !input.rest().is_empty() {
+            let bytes = if input.byte() % 4 == 0 {
+                let len = usize::from(input.byte());
+                input.take(len)
+            } else {
+                let (head, body) = input.frame(base);
+                framed(&head, &body)
+            };
             if stream.write_all(&bytes).is_err() {
                 break;
             }
@@ -244,9 +130,10 @@ fuzz_target!(|data: &[u8]| {
         let _ = stream.shutdown(Shutdown::Write);
         // Until the engine has read all of it and closed, so that what it covers counts for this input.
         let _ = stream.set_read_timeout(Some(Duration::from_millis(200)));
-        let _ = std::io::copy(&mut stream, &mut std::io::sink());
+        let mut answers = Vec::new();
+        let _ = stream.read_to_end(&mut answers);
+        assert_no_leak(&answers);
     }
-    if run % LOOK_EVERY == 0 {
-        look(world);
-    }
+    world.look(run);
+    assert_eq!(GUARDED.stats().live_peers, 0, "without the secret");
 });

@@ -1,14 +1,16 @@
 //! The fuzz targets: built with the flags that libFuzzer wants, and run for a fixed time.
 
 use std::fs;
+use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 
 use crate::place::Place;
 use crate::process::{cargo, command, run};
+use crate::ucx;
 
 /// Every program of `fuzz/`.
-const TARGETS: [&str; 3] = ["wire", "identity", "engine"];
+const TARGETS: [&str; 5] = ["wire", "identity", "internals", "engine", "ucx"];
 /// The only platform that the flags below are tried on.
 const PLATFORM: &str = "x86_64-unknown-linux-gnu";
 /// As `cargo fuzz` sets them: counters of edges and comparisons, and AddressSanitizer.
@@ -63,6 +65,7 @@ fn run_for(place: &Place, targets: &[&str], seconds: u32) -> Result<()> {
         .env("RUSTC_BOOTSTRAP", "1")
         .env("RUSTFLAGS", FLAGS)
         .env("CARGO_TARGET_DIR", &out))?;
+    see_a_fault(place, &out)?;
     for target in targets {
         let corpus = out.join("corpus").join(target);
         fs::create_dir_all(&corpus).with_context(|| format!("cannot make {}", corpus.display()))?;
@@ -73,7 +76,27 @@ fn run_for(place: &Place, targets: &[&str], seconds: u32) -> Result<()> {
             .args(["-print_final_stats=1", "-timeout=20", "-rss_limit_mb=4096"])
             .arg(corpus)
             // Engines live to the end of the process.
-            .env("ASAN_OPTIONS", "detect_leaks=0"))?;
+            .env("ASAN_OPTIONS", "detect_leaks=0")
+            .env("CONNEX_RS_UCX", ucx::newest(place)?.lib)
+            // It has a line for every connection that ends badly, which here are most.
+            .env("UCX_LOG_LEVEL", "fatal"))?;
     }
+    Ok(())
+}
+
+/// Shows that what a target finds ends the run: with a fault on purpose in one of them.
+fn see_a_fault(place: &Place, out: &Path) -> Result<()> {
+    let output = command(place, out.join(PLATFORM).join("release").join("wire"))
+        .arg(format!("-artifact_prefix={}/seeded-", out.display()))
+        .arg("-max_total_time=60")
+        .env("ASAN_OPTIONS", "detect_leaks=0")
+        .env("CONNEX_FUZZ_SEEDED_FAULT", "1")
+        .output()
+        .context("cannot run the target")?;
+    let text = String::from_utf8_lossy(&output.stderr);
+    ensure!(
+        !output.status.success() && text.contains("the fault on purpose"),
+        "a fault on purpose was not found: {text}"
+    );
     Ok(())
 }

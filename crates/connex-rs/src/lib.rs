@@ -14,6 +14,9 @@ mod environment;
 mod error;
 pub mod event;
 mod fork;
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub mod fuzzing;
 mod heartbeat;
 pub mod host;
 pub mod identity;

@@ -354,17 +354,21 @@ fn a_receiver_that_never_accepts_keeps_nobody(lab: &Lab) {
     let receiver = b.accept_channel(Some("later"), WAIT).expect("accept");
     sender.send_owned(&numbers(1), 1, WAIT).expect("send");
     assert_eq!(next(&receiver).corr(), 1);
-    // One that was given up meanwhile is not.
+    // One that was given up meanwhile is not. What is said of it comes before what is said of the next one.
     drop(
         a.channel(b.local_url(), "later", ring(2, 4096))
             .expect("open"),
     );
-    let fresh = a
-        .channel(b.local_url(), "later", ring(2, 4096))
+    let next = a
+        .channel(b.local_url(), "next", ring(2, 4096))
         .expect("open");
-    fresh.close();
-    let receiver = b.accept_channel(Some("later"), WAIT).expect("accept");
-    assert!(receiver.recv(WAIT).expect("the second one").is_none());
+    next.close();
+    let receiver = b.accept_channel(Some("next"), WAIT).expect("accept");
+    assert!(receiver.recv(WAIT).expect("the next one").is_none());
+    let gone = b
+        .accept_channel(Some("later"), SHORT)
+        .expect_err("given up");
+    assert_eq!(gone.kind(), ErrorKind::TimedOut, "{gone}");
     assert_eq!(b.stats().regions, 0, "rings are not the caller's regions");
 }
 

@@ -26,7 +26,7 @@
 mod array;
 mod dtype;
 mod receiver;
-mod ring;
+pub(crate) mod ring;
 mod sender;
 mod state;
 mod table;

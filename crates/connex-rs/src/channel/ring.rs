@@ -251,6 +251,32 @@ pub(crate) fn decode_header(
     Ok((corr, arrays))
 }
 
+/// Reads a header at `at` in a slot that begins with these bytes, and writes what came out again.
+#[cfg(fuzzing)]
+pub(crate) fn fuzz(at: u64, bytes: &[u8]) {
+    const SEQ: u64 = 0;
+    let layout = Layout::new(2, 512).expect("valid");
+    let mut slot = vec![0; layout.stride() as usize];
+    let len = bytes.len().min(slot.len());
+    slot[..len].copy_from_slice(&bytes[..len]);
+    let read = |slot: &[u8], at: u64, len: usize| slot[at as usize..][..len].to_vec();
+    let Ok((corr, arrays)) = decode_header(&layout, at, SEQ, |at, len| read(&slot, at, len)) else {
+        return;
+    };
+    for array in &arrays {
+        assert!(array.offset + array.len <= at);
+    }
+    let of = |array: &'_ Placed| (array.dtype.clone(), array.shape.clone());
+    let parts: Vec<_> = arrays.iter().map(of).collect();
+    let mut again = Vec::new();
+    let list = parts.iter().zip(&arrays);
+    let list = list.map(|((dtype, shape), placed)| (dtype, &shape[..], placed.offset, placed.len));
+    encode_header(&mut again, SEQ, corr, list);
+    slot[at as usize..][..again.len()].copy_from_slice(&again);
+    let result = decode_header(&layout, at, SEQ, |at, len| read(&slot, at, len));
+    assert_eq!(result, Ok((corr, arrays)));
+}
+
 /// Takes numbers off the front of bytes.
 struct Cursor<'a>(&'a [u8]);
 

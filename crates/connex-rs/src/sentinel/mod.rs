@@ -19,7 +19,7 @@ mod spawn;
     unreachable_pub,
     reason = "a program of its own, of which the layouts are used here"
 )]
-mod program;
+pub(crate) mod program;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;

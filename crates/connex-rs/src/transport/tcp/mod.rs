@@ -5,7 +5,7 @@
 
 mod conn;
 mod listener;
-mod tls;
+pub(crate) mod tls;
 
 use std::collections::HashMap;
 use std::io;

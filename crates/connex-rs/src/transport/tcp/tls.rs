@@ -169,6 +169,15 @@ fn identity_of(cert: &CertificateDer<'_>) -> Result<String, String> {
         .ok_or_else(|| format!("the certificate has no URI name that begins with {SCHEME}"))
 }
 
+/// Whatever a peer calls its certificate.
+#[cfg(fuzzing)]
+pub(crate) fn fuzz(bytes: &[u8]) {
+    let _ = identity_of(&CertificateDer::from(bytes));
+    if let Ok(text) = std::str::from_utf8(bytes) {
+        let _ = decode_percent(text);
+    }
+}
+
 fn decode_percent(text: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
