@@ -56,7 +56,7 @@ pub(super) struct Conn {
     /// Endpoints whose end UCX still owes us.
     pub(super) ending: u32,
     pub(super) state: State,
-    /// Why it will have been closed.
+    /// Why it will have been closed, if that is still to be reported.
     pub(super) why: Option<Gone>,
     /// Frames that were sent before the peer greeted.
     pub(super) waiting: VecDeque<Frame>,

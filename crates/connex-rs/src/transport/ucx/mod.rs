@@ -31,7 +31,7 @@ use connex_ucx::{
 
 use self::conn::{Conn, Pieces, State, caps_of};
 use self::gate::Gate;
-use self::nearby::Said;
+use self::nearby::{Nearby, Said};
 use self::nudge::Nudge;
 use self::one_sided::Access;
 use self::settings::{Facts, Plan, Setting};
@@ -113,6 +113,10 @@ pub struct Ucx {
     timeout_is_reset: bool,
     /// Closed connections that are to be reported.
     gone: Vec<(ConnId, Gone)>,
+    /// Those of them that UCX is to end once that was done.
+    reported: Vec<ConnId>,
+    /// What is left of the way to closed peers of this host: taken down when their end has been reported.
+    left: Vec<Nearby>,
 }
 
 /// The connections, apart from the worker: message handlers use them while it runs.
@@ -197,6 +201,8 @@ impl Ucx {
             timeout_is_reset: library.version().minor < 16,
             plan,
             gone: Vec::new(),
+            reported: Vec::new(),
+            left: Vec::new(),
         })
     }
 
@@ -292,7 +298,8 @@ impl Ucx {
         }
     }
 
-    /// Closes by force; `why` is reported when UCX is done with it.
+    /// Closes by force. `why` is reported when UCX is done with it, or at once if there is nothing that UCX could still touch:
+    /// closing takes it milliseconds where many connections end together.
     fn abort(&mut self, id: ConnId, why: Gone) {
         let Some(conn) = self.table.conns.get_mut(&id) else {
             return;
@@ -301,9 +308,23 @@ impl Ucx {
             return;
         }
         conn.state = State::Closing;
-        conn.why = Some(why);
         conn.private = None;
         conn.waiting.clear();
+        // One-sided transfers of the peer's reach our memory until the connection is gone.
+        if self.access.enabled || conn.frames() > 0 {
+            conn.why = Some(why);
+            self.close_by_force(id);
+        } else {
+            self.gone.push((id, why));
+            self.reported.push(id);
+        }
+    }
+
+    /// Has UCX end a connection.
+    fn close_by_force(&mut self, id: ConnId) {
+        let Some(conn) = self.table.conns.get_mut(&id) else {
+            return;
+        };
         let nearby = conn.nearby.as_mut();
         let nearby = nearby.and_then(|n| Some((n.worker, n.endpoint.take()?)));
         let first = conn.endpoint.take().map(|endpoint| (MAIN, endpoint));
@@ -322,18 +343,16 @@ impl Ucx {
         }
     }
 
-    /// Forgets a connection; its end is reported by `progress`.
-    fn finish(&mut self, id: ConnId, why: Gone) {
+    /// Forgets a connection; its end, if that was not reported, is reported by `progress`.
+    fn finish(&mut self, id: ConnId) {
         if let Some(mut conn) = self.table.conns.remove(&id) {
             self.table.by_ep.remove(&(MAIN, conn.ep));
             for token in conn.one_sided_left() {
                 self.finished(id, token, Err("the connection has ended".to_owned()));
             }
             self.access.forget(id);
-            if let Some(nearby) = conn.nearby.take() {
-                self.end_nearby(nearby);
-            }
-            self.gone.push((id, why));
+            self.left.extend(conn.nearby.take());
+            self.gone.extend(conn.why.map(|why| (id, why)));
         }
     }
 
@@ -389,8 +408,7 @@ impl Ucx {
                 };
                 conn.ending -= 1;
                 if conn.ending == 0 {
-                    let why = conn.why.take().unwrap_or(Gone::Local);
-                    self.finish(id, why);
+                    self.finish(id);
                 }
             }
         }
@@ -691,6 +709,12 @@ impl Transport for Ucx {
             done += 1;
             up.closed(id, why);
         }
+        for id in std::mem::take(&mut self.reported) {
+            self.close_by_force(id);
+        }
+        for nearby in std::mem::take(&mut self.left) {
+            self.end_nearby(nearby);
+        }
         done
     }
 
@@ -699,7 +723,8 @@ impl Transport for Ucx {
     }
 
     fn arm(&mut self) -> bool {
-        self.gone.is_empty() && self.access.done.is_empty() && self.workers.arm()
+        let reported = self.gone.is_empty() && self.access.done.is_empty();
+        reported && self.left.is_empty() && self.workers.arm()
     }
 
     fn caps(&self, id: ConnId) -> Caps {
