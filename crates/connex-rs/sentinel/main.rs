@@ -357,9 +357,13 @@ fn futex_wait(word: &AtomicU32, value: u32, limit: Option<Duration>) {
     };
 }
 
-/// Asks the scheduler for short turns, which come sooner: for a thread that sleeps nearly always and is then in a hurry. Needs no
-/// privilege. Kernels before 6.12 have no such thing, and it is only a wish.
-pub fn ask_for_short_turns() {
+/// The shortest turn that the kernel gives.
+pub const TURN: Duration = Duration::from_micros(100);
+
+/// Asks the scheduler for short turns, which come sooner: for a thread that sleeps nearly always and is then in a hurry. A thread
+/// that wakes takes the processor from one with longer turns only; from others it has to wait for the clock's next tick, which
+/// may be 4 ms away. Needs no privilege. Kernels before 6.12 have no such thing, and it is only a wish.
+pub fn ask_for_turns_of(turn: Duration) {
     // SAFETY: the struct is complete and of the size that it names; nothing but this thread's scheduling changes.
     unsafe {
         let attr = sys::SchedAttr {
@@ -368,7 +372,7 @@ pub fn ask_for_short_turns() {
             flags: 0,
             nice: sys::getpriority(0, 0),
             priority: 0,
-            runtime: 100_000,
+            runtime: turn.as_nanos() as u64,
             deadline: 0,
             period: 0,
         };
@@ -403,7 +407,7 @@ fn main() {
             0 as sys::Word,
         );
     }
-    ask_for_short_turns();
+    ask_for_turns_of(TURN);
     // SAFETY: maps descriptor 0 or fails, and touches nothing else.
     let map = unsafe {
         sys::mmap(

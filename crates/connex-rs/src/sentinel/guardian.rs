@@ -316,7 +316,8 @@ impl Guardian {
 
     fn run(&self) {
         block_signals();
-        program::ask_for_short_turns();
+        // The sentinel is woken by this thread's end, which then frees the process's memory: it must not have to wait for that.
+        program::ask_for_turns_of(2 * program::TURN);
         let mut held = None;
         let mut nurse = Nurse::new(self);
         let mut deaf: HashMap<u64, Instant> = HashMap::new();
