@@ -117,6 +117,7 @@ impl<'a> Input<'a> {
                 incarnation: life(self.number()),
                 nonce: [1; 16],
                 lost: self.flip().then(|| (true, self.number())),
+                closed: self.flip(),
             }),
             16 => Message::Proof { mac: [2; 32] },
             17 => Message::Channel(Control {

@@ -137,6 +137,7 @@ pub fn hello_to(engine: &Engine, link: u64) -> (Vec<u8>, Vec<u8>) {
         incarnation: life(link),
         nonce: [7; 16],
         lost: None,
+        closed: false,
     };
     let greeting = Greeting {
         id: Some(who.clone()),

@@ -95,6 +95,7 @@ impl Raw {
             },
             nonce: [7; 16],
             lost: None,
+            closed: false,
         };
         let greeting = Greeting {
             id: Some(id(stage)),

@@ -28,7 +28,8 @@
 //! A hello of the life that a link is up to says that the link is lost, or is late: it was sent before
 //! that link was made, and its connection is being dropped. [`Greeting::lost`] and
 //! [`Greeting::attempt`] tell which. Where they do not, the hello is parked, too: either its end comes, or
-//! the end of the link, and then it is accepted.
+//! the end of the link, and then it is accepted. So is the first hello after a link that its sender closed
+//! in order, which overtook the goodbye ([`Greeting::closed`]).
 //!
 //! # Lives
 //! A greater incarnation replaces a smaller one; one that was replaced is never accepted again (the
@@ -186,6 +187,8 @@ pub struct Greeting {
     pub attempt: u64,
     /// The last link, **as the sender names it**, that was up or half-open for the sender and is no more.
     pub lost: Option<LinkKey>,
+    /// The sender closed that link in order: what it sent before, and its goodbye, may still be under way.
+    pub closed: bool,
 }
 
 /// What the machine is told.
@@ -413,6 +416,10 @@ pub struct Peer {
     last: Option<Incarnation>,
     /// The last link that was up or half-open and is no more.
     lost: Option<Live>,
+    /// That link was closed by us, in order.
+    lost_closed: bool,
+    /// The link whose goodbye a hello has waited for: a second one does not wait.
+    waited_for: Option<LinkKey>,
     /// Dials so far.
     attempts: u64,
     /// Replaced incarnations, each with the one that took its place; oldest first.
@@ -431,6 +438,8 @@ impl Peer {
             superseded: false,
             last: None,
             lost: None,
+            lost_closed: false,
+            waited_for: None,
             attempts: 0,
             replaced: VecDeque::new(),
         }
@@ -524,6 +533,7 @@ impl Peer {
                     link,
                     attempt: self.attempts,
                     lost,
+                    closed: lost.is_some() && self.lost_closed,
                 };
                 out.push(Effect::SendHello { greeting });
             }
@@ -549,11 +559,11 @@ impl Peer {
             State::Dialling(dial) => self.hello_while_dialling(dial, caller, lost, out),
             State::HalfOpen(current) => {
                 if self.prefer(caller, current, out) {
-                    self.remember_lost(current.into());
+                    self.remember_lost(current.into(), false);
                     self.accept(caller, out);
                 }
             }
-            State::Up(live) => self.hello_while_up(live, caller, lost, out),
+            State::Up(live) => self.hello_while_up(live, caller, (lost, greeting.closed), out),
             State::Closed => refuse(caller, Refusal::Closing, out),
         }
     }
@@ -584,7 +594,7 @@ impl Peer {
         &mut self,
         live: Live,
         caller: Caller,
-        lost: Option<LinkKey>,
+        (lost, closed): (Option<LinkKey>, bool),
         out: &mut Vec<Effect>,
     ) {
         if caller.incarnation < live.incarnation {
@@ -608,7 +618,11 @@ impl Peer {
         // The same life. It dials only when it has no link, so either it lost this one, or the hello is
         // from before this one.
         let dialled_by_them = live.key.dialler == Dialler::Them;
-        if lost == Some(live.key) || (dialled_by_them && caller.attempt > live.attempt) {
+        // What was sent before a goodbye is to be taken, and the goodbye is no suspicion: both come over the other connection.
+        if lost == Some(live.key) && closed && self.waited_for != Some(live.key) {
+            self.waited_for = Some(live.key);
+            self.parked = Some(caller);
+        } else if lost == Some(live.key) || (dialled_by_them && caller.attempt > live.attempt) {
             self.end_up(live, How::Silently, Why::Redialled, out);
             self.accept(caller, out);
         } else if dialled_by_them {
@@ -749,7 +763,7 @@ impl Peer {
     }
 
     fn half_open_lost(&mut self, caller: Caller, why: Why, out: &mut Vec<Effect>) {
-        self.remember_lost(caller.into());
+        self.remember_lost(caller.into(), false);
         self.superseded |= matches!(why, Why::Superseded { .. });
         match self.wanted {
             Wanted::No => self.state = State::Idle,
@@ -780,11 +794,11 @@ impl Peer {
             }
             // The peer may be up already.
             State::HalfOpen(caller) => {
-                self.remember_lost(caller.into());
+                self.remember_lost(caller.into(), true);
                 out.push(goodbye(caller.key()));
             }
             State::Up(live) => {
-                self.remember_lost(live);
+                self.remember_lost(live, true);
                 out.push(goodbye(live.key));
                 out.push(Effect::EndWork { which: Work::Bound });
             }
@@ -845,7 +859,7 @@ impl Peer {
     /// The link that was up is over; it is closed before work ends and before anybody hears of it.
     fn end_up(&mut self, live: Live, how: How, why: Why, out: &mut Vec<Effect>) {
         self.superseded |= matches!(why, Why::Superseded { .. });
-        self.remember_lost(live);
+        self.remember_lost(live, false);
         self.state = State::Idle;
         out.push(Effect::CloseLink { key: live.key, how });
         out.push(Effect::EndWork { which: Work::Bound });
@@ -865,7 +879,7 @@ impl Peer {
     }
 
     /// A late hello of an abandoned dial must not hide that a later link was lost.
-    fn remember_lost(&mut self, link: Live) {
+    fn remember_lost(&mut self, link: Live, closed: bool) {
         let older = self.lost.is_some_and(|lost| {
             lost.incarnation == link.incarnation
                 && lost.key.dialler == Dialler::Them
@@ -874,6 +888,7 @@ impl Peer {
         });
         if !older {
             self.lost = Some(link);
+            self.lost_closed = closed;
         }
     }
 

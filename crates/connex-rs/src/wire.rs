@@ -202,6 +202,8 @@ pub struct Greet {
     /// The last link with this life of the receiver that the sender lost: who had dialled it (true: the
     /// sender) and its name.
     pub lost: Option<(bool, u64)>,
+    /// The sender closed that link in order.
+    pub closed: bool,
 }
 
 /// One piece of an element of a write.
@@ -323,6 +325,7 @@ const WRITE_LAST: u8 = 1;
 const WRITE_FLAG: u8 = 2;
 const LOST_SOME: u8 = 1;
 const LOST_BY_SENDER: u8 = 2;
+const LOST_CLOSED: u8 = 4;
 const MSG_SIGNALS: u8 = 1;
 const END_CLEAN: u8 = 1;
 
@@ -391,6 +394,7 @@ fn greet(kind: u8, greet: &Greet) -> Head {
         None => (0, 0),
         Some((by_sender, link)) => (LOST_SOME | if by_sender { LOST_BY_SENDER } else { 0 }, link),
     };
+    let flags = flags | if greet.closed { LOST_CLOSED } else { 0 };
     let head = GreetHead {
         kind,
         version: VERSION,
@@ -531,6 +535,7 @@ fn parse_greet(head: &[u8]) -> Result<Greet, Refuse> {
         },
         nonce: g.nonce,
         lost,
+        closed: g.flags & LOST_CLOSED != 0,
     })
 }
 
@@ -787,6 +792,7 @@ mod tests {
             },
             nonce: [7; 16],
             lost: Some((true, 9)),
+            closed: true,
         };
         vec![
             Message::Hello(greet),

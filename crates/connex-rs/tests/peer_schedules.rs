@@ -154,11 +154,18 @@ fn lives() -> impl Strategy<Value = Incarnation> {
 }
 
 fn greetings() -> impl Strategy<Value = Greeting> {
-    (links(), 0_u64..4, proptest::option::of(keys())).prop_map(|(link, attempt, lost)| Greeting {
-        link,
-        attempt,
-        lost,
-    })
+    (
+        links(),
+        0_u64..4,
+        proptest::option::of(keys()),
+        any::<bool>(),
+    )
+        .prop_map(|(link, attempt, lost, closed)| Greeting {
+            link,
+            attempt,
+            lost,
+            closed,
+        })
 }
 
 fn refusals() -> impl Strategy<Value = Refusal> {

@@ -148,6 +148,7 @@ impl Core {
             lost: greeting
                 .lost
                 .map(|key| (key.dialler == crate::peer::Dialler::Me, key.id.0)),
+            closed: greeting.closed,
         };
         let wanted = Some((*self.peers[peer].id).clone());
         let body = self.greeting(conn, peer, wanted, None).encode();
@@ -186,6 +187,7 @@ impl Core {
             incarnation: self.shared.incarnation,
             nonce,
             lost: None,
+            closed: false,
         };
         let body = self.greeting(conn, peer, None, mac).encode();
         self.send_with(conn, &Message::Welcome(greet), body);
@@ -436,6 +438,7 @@ impl Core {
         let greeting = LinkGreeting {
             link: LinkId(greet.link),
             attempt: greet.attempt,
+            closed: greet.closed,
             lost: greet.lost.map(|(by_sender, id)| {
                 let id = LinkId(id);
                 if by_sender {

@@ -37,6 +37,7 @@ fn hello_after(lost: Option<LinkKey>, id: u64, incarnation: Incarnation) -> Inpu
         link: LinkId(id),
         attempt: id,
         lost,
+        closed: false,
     };
     Input::Hello {
         greeting,
@@ -140,6 +141,7 @@ fn both_ends_are_up_after_three_messages() {
         link,
         attempt: 1,
         lost: None,
+        closed: false,
     };
     assert_eq!(
         dialler.on(Input::Connected { link }),
@@ -224,6 +226,74 @@ fn a_hello_that_names_the_link_as_lost_ends_it() {
                 failed(true, Why::Redialled),
                 send_welcome(10)
             ]
+        );
+    }
+}
+
+/// The peer closed the link and dials anew, and the hello overtook the goodbye.
+#[test]
+fn a_hello_after_a_close_in_order_waits_for_the_goodbye_once() {
+    let after = |key: LinkKey, id| {
+        let Input::Hello {
+            mut greeting,
+            incarnation,
+        } = hello_after(Some(key.mirrored()), id, OLD)
+        else {
+            unreachable!()
+        };
+        greeting.closed = true;
+        Input::Hello {
+            greeting,
+            incarnation,
+        }
+    };
+    for side in [Side::lower().up(9, OLD), Side::lower().up_by_them(9, OLD)] {
+        let key = side.0.up().expect("up");
+        let mut told = Side(side.0.clone());
+        assert_eq!(told.on(after(key, 10)), []);
+        assert_eq!(
+            told.on(lost(key, Why::Goodbye)),
+            [
+                close(key, How::Silently),
+                END_BOUND,
+                failed(true, Why::Goodbye),
+                send_welcome(10)
+            ]
+        );
+        // The goodbye does not come: the one that dials has to get through all the same.
+        let mut deaf = Side(side.0.clone());
+        assert_eq!(deaf.on(after(key, 10)), []);
+        let parked = LinkKey::theirs(LinkId(10));
+        assert_eq!(
+            deaf.on(lost(parked, Why::Dead)),
+            [close(parked, How::Silently)]
+        );
+        assert_eq!(
+            deaf.on(after(key, 11)),
+            [
+                close(key, How::Silently),
+                END_BOUND,
+                failed(true, Why::Redialled),
+                send_welcome(11)
+            ]
+        );
+    }
+}
+
+/// Whoever closes in order says so when it dials again, and whoever lost the link does not.
+#[test]
+fn a_dial_tells_whether_the_last_link_was_closed_in_order() {
+    for (end, closed) in [
+        (Input::Disconnect, true),
+        (lost(LinkKey::mine(LinkId(9)), Why::Dead), false),
+    ] {
+        let mut side = Side::lower().up(9, OLD);
+        side.on(end);
+        side.on(want(10));
+        let effects = side.on(Input::Connected { link: LinkId(10) });
+        assert!(
+            matches!(effects[..], [Effect::SendHello { greeting }] if greeting.closed == closed && greeting.lost.is_some()),
+            "{effects:?}"
         );
     }
 }
