@@ -49,6 +49,21 @@ fn suspicions_are_measured(net: Net) {
     }
 }
 
+/// Heartbeats of 1 s with a time-out of 3 s, while others have more to do than the processors can.
+#[test]
+fn nobody_is_suspected_while_the_processors_are_busy() {
+    let seconds = if soak() { "600" } else { "60" };
+    let output = program(Net::Tcp, &["--only", "load", "--load-seconds", seconds])
+        .stderr(Stdio::inherit())
+        .output()
+        .expect("started");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(report["problems"], json!([]));
+    assert!(output.status.success(), "{}", output.status);
+    assert_eq!(report["results"][0]["measure"], "load", "{report}");
+    assert_eq!(report["results"][0]["false_alarms"], 0, "{report}");
+}
+
 /// Network namespaces that processes are in: those of a process group, or all.
 fn namespaces(group: Option<u32>) -> HashSet<PathBuf> {
     let is_of = |process: &std::path::Path, group: u32| {
