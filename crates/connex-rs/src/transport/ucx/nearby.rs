@@ -119,6 +119,8 @@ impl Ucx {
 
     /// Makes the worker for this peer; where it is reached.
     fn make_nearby(&mut self, id: ConnId) -> Option<Vec<u8>> {
+        // The last place may have been taken since it was offered.
+        self.workers.domain()?;
         let made = self.workers.make();
         let (worker, fd, address) = made.inspect_err(|e| cannot(e)).ok()?;
         // One that cannot be slept on would keep its peer waiting.
