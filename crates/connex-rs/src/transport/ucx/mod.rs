@@ -224,6 +224,10 @@ impl Ucx {
         let Some(conn) = self.table.conns.get_mut(&id) else {
             return;
         };
+        // Its end may have been reported: nothing of the caller's memory may be used any more.
+        if conn.state == State::Closing {
+            return;
+        }
         let token = conn.token();
         let Some((endpoint, worker)) = conn.carrier() else {
             return;
@@ -288,7 +292,9 @@ impl Ucx {
 
     /// Sends a message of our own.
     fn post_bytes(&mut self, id: ConnId, kind: u16, data: Vec<u8>) {
-        let Some((endpoint, worker)) = self.table.conns.get(&id).and_then(Conn::carrier) else {
+        let conn = self.table.conns.get(&id);
+        let conn = conn.filter(|conn| conn.state != State::Closing);
+        let Some((endpoint, worker)) = conn.and_then(Conn::carrier) else {
             return;
         };
         let worker = self.workers.get(worker);
@@ -337,7 +343,9 @@ impl Ucx {
 
     /// Starts an orderly close of an open connection.
     fn leave(&mut self, id: ConnId) {
-        if let Some(conn) = self.table.conns.get_mut(&id) {
+        if let Some(conn) = self.table.conns.get_mut(&id)
+            && conn.state == State::Open
+        {
             conn.state = State::Leaving;
             self.post_note(id, kind::GOODBYE);
         }
