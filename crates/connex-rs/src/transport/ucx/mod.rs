@@ -314,7 +314,6 @@ impl Ucx {
             return;
         }
         conn.state = State::Closing;
-        conn.private = None;
         conn.waiting.clear();
         // One-sided transfers of the peer's reach our memory until the connection is gone.
         if self.access.enabled || conn.frames() > 0 {
@@ -331,6 +330,7 @@ impl Ucx {
         let Some(conn) = self.table.conns.get_mut(&id) else {
             return;
         };
+        conn.private = None;
         let nearby = conn.nearby.as_mut();
         let nearby = nearby.and_then(|n| Some((n.worker, n.endpoint.take()?)));
         let first = conn.endpoint.take().map(|endpoint| (MAIN, endpoint));
@@ -446,6 +446,7 @@ impl Ucx {
                 let mut conn = Conn::new(endpoint, state, self.unknown_caps());
                 conn.same_host = same_host;
                 self.insert(id, conn);
+                self.keep_private(id);
                 if state == State::Open {
                     self.learn_caps(id);
                 }
@@ -465,15 +466,11 @@ impl Ucx {
         }
     }
 
-    /// Finds out what carries the connection.
-    fn learn_caps(&mut self, id: ConnId) {
+    /// Keeps UCX's socket from children: one that held it would hide our death.
+    fn keep_private(&mut self, id: ConnId) {
         let Some(conn) = self.table.conns.get_mut(&id) else {
             return;
         };
-        let lanes = conn
-            .carrier()
-            .and_then(|(endpoint, worker)| endpoint.lanes(self.workers.get(worker)).ok())
-            .unwrap_or_default();
         let ends = conn
             .endpoint
             .as_ref()
@@ -483,12 +480,24 @@ impl Ucx {
         {
             conn.private = gate::socket_between(local, remote).map(gate::keep_from_children);
         }
+    }
+
+    /// Finds out what carries the connection.
+    fn learn_caps(&mut self, id: ConnId) {
+        let Some(conn) = self.table.conns.get_mut(&id) else {
+            return;
+        };
+        let lanes = conn
+            .carrier()
+            .and_then(|(endpoint, worker)| endpoint.lanes(self.workers.get(worker)).ok())
+            .unwrap_or_default();
         conn.by_hardware = lanes.iter().any(one_sided::by_hardware);
         conn.caps = caps_of(&lanes, self.pieces);
     }
 
     /// What carries the connection is settled, and does not change any more: what waited goes out.
     fn settled(&mut self, id: ConnId) {
+        self.keep_private(id);
         self.learn_caps(id);
         let Some(conn) = self.table.conns.get_mut(&id) else {
             return;

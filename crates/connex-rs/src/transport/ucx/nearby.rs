@@ -89,6 +89,7 @@ impl Ucx {
         let (ours, same_host) = (conn.ours, conn.same_host);
         match said {
             Said::Greeting(theirs) => {
+                self.keep_private(id);
                 let ours = self.workers.domain().map(str::as_bytes);
                 let shared = same_host && ours == Some(&theirs);
                 match shared.then(|| self.make_nearby(id)).flatten() {
