@@ -468,16 +468,15 @@ impl Ucx {
 
     /// Keeps UCX's socket from children: one that held it would hide our death.
     fn keep_private(&mut self, id: ConnId) {
-        let Some(conn) = self.table.conns.get_mut(&id) else {
+        let conn = self.table.conns.get_mut(&id);
+        let Some(conn) = conn.filter(|conn| conn.private.is_none()) else {
             return;
         };
         let ends = conn
             .endpoint
             .as_ref()
             .and_then(|e| e.addresses(self.workers.main()).ok());
-        if let Some((Some(local), Some(remote))) = ends
-            && conn.private.is_none()
-        {
+        if let Some((Some(local), Some(remote))) = ends {
             conn.private = gate::socket_between(local, remote).map(gate::keep_from_children);
         }
     }
