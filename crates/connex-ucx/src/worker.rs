@@ -106,20 +106,22 @@ impl Worker {
             max_header: 0,
             _not_sync: PhantomData,
         };
-        worker.max_header = worker.query_max_header()?;
+        let attr = worker.query(sys::UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER)?;
+        worker.max_header = attr.max_am_header;
         Ok(worker)
     }
 
-    fn query_max_header(&self) -> Result<usize> {
+    /// Asks UCX for one field of the worker's attributes.
+    fn query(&self, field: sys::ucp_worker_attr_field) -> Result<sys::ucp_worker_attr_t> {
         // SAFETY: zero is valid, and the mask asks for one field.
         let mut attr: sys::ucp_worker_attr_t = unsafe { std::mem::zeroed() };
-        attr.field_mask = u64::from(sys::UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER);
+        attr.field_mask = u64::from(field);
         // SAFETY: the worker is alive.
         let status = unsafe { self.ucp().ucp_worker_query(self.raw(), &mut attr) };
         Status(status)
             .check()
             .map_err(|s| Error::ucx("ucp_worker_query", s))?;
-        Ok(attr.max_am_header)
+        Ok(attr)
     }
 
     /// The context it belongs to.
@@ -267,14 +269,7 @@ impl Worker {
     /// # Errors
     /// No memory.
     pub fn address(&self) -> Result<Vec<u8>> {
-        // SAFETY: zero is valid, and the mask asks for one field.
-        let mut attr: sys::ucp_worker_attr_t = unsafe { std::mem::zeroed() };
-        attr.field_mask = u64::from(sys::UCP_WORKER_ATTR_FIELD_ADDRESS);
-        // SAFETY: the worker is alive.
-        let status = unsafe { self.ucp().ucp_worker_query(self.raw(), &mut attr) };
-        Status(status)
-            .check()
-            .map_err(|s| Error::ucx("ucp_worker_query", s))?;
+        let attr = self.query(sys::UCP_WORKER_ATTR_FIELD_ADDRESS)?;
         // SAFETY: UCX gives that many bytes, which are ours until they are released.
         let bytes = unsafe {
             std::slice::from_raw_parts(attr.address.cast::<u8>(), attr.address_length).to_vec()
