@@ -62,6 +62,22 @@ pub(crate) struct Hub {
     ended_changed: Condvar,
 }
 
+/// Turns in which nothing happened, of a thread that polls.
+#[derive(Default)]
+struct Idle(u32);
+
+impl Idle {
+    /// Lets others have the processor now and then: where processors are short, whoever is to answer needs this one.
+    fn pass(&mut self) {
+        /// Each time costs as much as a look at the socket.
+        const YIELD_EVERY: u32 = 4;
+        self.0 = self.0.wrapping_add(1);
+        if self.0.is_multiple_of(YIELD_EVERY) {
+            std::thread::yield_now();
+        }
+    }
+}
+
 impl Hub {
     pub(crate) fn new(
         shared: Arc<Shared>,
@@ -213,13 +229,11 @@ impl Hub {
         }
         self.wanted.fetch_add(1, Ordering::SeqCst);
         let mut driver = self.driver.lock();
+        // The command goes out first: what else is to be done has time until its answer comes.
+        let mut n = driver.turn(self);
         self.watch_transport(&driver, false);
-        let mut busy = Instant::now();
-        loop {
-            let n = driver.turn(self);
-            if completion.is_done() || ready() {
-                break;
-            }
+        let (mut busy, mut idle) = (Instant::now(), Idle::default());
+        while !(completion.is_done() || ready()) {
             if n > 0 {
                 busy = Instant::now();
             } else {
@@ -227,8 +241,7 @@ impl Hub {
                 if now - busy >= self.spin || until.is_some_and(|until| now >= until) {
                     break;
                 }
-                // On busy cores whoever is to answer needs this one.
-                std::thread::yield_now();
+                idle.pass();
             }
             if driver.core.has_woken() {
                 let mut woken = Vec::new();
@@ -239,6 +252,7 @@ impl Hub {
                     }
                 });
             }
+            n = driver.turn(self);
         }
         self.watch_transport(&driver, true);
         self.wanted.fetch_sub(1, Ordering::SeqCst);
@@ -272,6 +286,7 @@ impl Hub {
 
     /// The body of the progress thread: returns when the engine has closed.
     pub(crate) fn run(self: &Arc<Self>) {
+        let mut idle = Idle::default();
         loop {
             let mut driver = self.driver.lock();
             self.shared.devices.adopt();
@@ -291,7 +306,8 @@ impl Hub {
             }
             let polls = n > 0
                 || driver.core.is_copying()
-                || now_ns().saturating_sub(driver.core.traffic) < self.spin.as_nanos() as u64;
+                || driver.core.now.saturating_sub(driver.core.traffic)
+                    < self.spin.as_nanos() as u64;
             if polls && self.wanted.load(Ordering::SeqCst) == 0 {
                 let woken = driver.core.has_woken();
                 if woken {
@@ -301,7 +317,7 @@ impl Hub {
                     fence(Ordering::SeqCst);
                 }
                 if n == 0 {
-                    std::thread::yield_now();
+                    idle.pass();
                 }
                 continue;
             }

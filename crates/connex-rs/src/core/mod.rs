@@ -21,6 +21,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use rustc_hash::FxHashMap;
 
 use crate::channel::{Channels, Inlet, Outlet, Request};
 use crate::completion::Completion;
@@ -437,8 +438,9 @@ pub(crate) struct Core {
     free_peers: Vec<usize>,
     /// Where the search for a peer to be forgotten goes on.
     next_forgotten: usize,
-    conns: HashMap<ConnId, Conn>,
-    ops: HashMap<OpId, Op>,
+    // Their keys are numbers of ours, which no peer chooses.
+    conns: FxHashMap<ConnId, Conn>,
+    ops: FxHashMap<OpId, Op>,
     timers: BTreeSet<(u64, OpId)>,
     out: Vec<Out>,
     to_pump: Vec<ConnId>,
@@ -469,8 +471,8 @@ impl Core {
             by_id: HashMap::new(),
             free_peers: Vec::new(),
             next_forgotten: 0,
-            conns: HashMap::new(),
-            ops: HashMap::new(),
+            conns: FxHashMap::default(),
+            ops: FxHashMap::default(),
             timers: BTreeSet::new(),
             out: Vec::new(),
             to_pump: Vec::new(),

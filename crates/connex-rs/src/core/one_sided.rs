@@ -7,6 +7,8 @@ use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
+use rustc_hash::FxHashMap;
+
 use super::requests::in_the_peer;
 use super::{Core, Out, Stream};
 use crate::completion::Completion;
@@ -86,7 +88,7 @@ struct Export {
 #[derive(Debug, Default)]
 pub(super) struct OneSidedState {
     next_token: u64,
-    pieces: HashMap<u64, Piece>,
+    pieces: FxHashMap<u64, Piece>,
     exports: HashMap<u64, Export>,
 }
 

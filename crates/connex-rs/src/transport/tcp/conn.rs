@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
+use std::ptr;
 
 use socket2::Socket;
 
@@ -575,14 +576,25 @@ fn parse_prefix(bytes: &[u8]) -> Result<(usize, usize), Broken> {
     Ok((head, body))
 }
 
-/// `recv` without waiting.
+/// `recv` without waiting. Not by the C library's function, nor is [`send_vectored`]: that is a cancellation point, and to make it
+/// one costs it two atomic operations a call.
 ///
 /// # Safety
 /// `len` bytes at `ptr` must be valid for writing, or not mapped at all (then the system says EFAULT).
 unsafe fn recv(fd: RawFd, ptr: *mut u8, len: usize) -> io::Result<Io> {
     loop {
         // SAFETY: by this function's contract.
-        let n = unsafe { libc::recv(fd, ptr.cast(), len, libc::MSG_DONTWAIT) };
+        let n = unsafe {
+            libc::syscall(
+                libc::SYS_recvfrom,
+                fd,
+                ptr,
+                len,
+                libc::MSG_DONTWAIT,
+                ptr::null_mut::<libc::sockaddr>(),
+                ptr::null_mut::<libc::socklen_t>(),
+            )
+        };
         if n > 0 {
             return Ok(Io::Moved(n as usize));
         }
@@ -603,7 +615,14 @@ fn send_vectored(fd: RawFd, iov: &[libc::iovec]) -> io::Result<Io> {
     message.msg_iovlen = iov.len() as _;
     loop {
         // SAFETY: the vectors name memory that the queued frames own or hold leases of; the system only reads.
-        let n = unsafe { libc::sendmsg(fd, &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
+        let n = unsafe {
+            libc::syscall(
+                libc::SYS_sendmsg,
+                fd,
+                &raw const message,
+                libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
+            )
+        };
         if n >= 0 {
             return Ok(Io::Moved(n as usize));
         }

@@ -5,19 +5,21 @@
 
 mod conn;
 mod listener;
+mod options;
 pub(crate) mod tls;
 
-use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
+use rustc_hash::FxHashMap;
 use rustix::event::epoll;
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
 use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
 
 use self::conn::{Broken, Conn};
+use self::options::{hurry_on_host, retransmit_steadily, set_not_sent_low_water};
 use crate::fork::Private;
 
 use super::{Caps, Class, Close, ConnId, ConnIds, Frame, Gone, Transport, Upcalls};
@@ -42,9 +44,6 @@ const URGENT_HELD: usize = 1024;
 /// Frames that a connection may hold at all: a peer that asks on and on without reading loses it.
 const URGENT_LIMIT: usize = 64 << 10;
 
-/// Bytes that the kernel may hold unsent for a connection: what small frames wait behind at most.
-const NOT_SENT_LOW_WATER: u32 = 512 << 10;
-
 /// Connections accepted in one go, so that a storm of them delays nobody.
 const ACCEPT_BATCH: usize = 64;
 
@@ -60,7 +59,7 @@ const PARTING_TIME: Duration = Duration::from_millis(300);
 /// Aborted connections that may do so at a time.
 const MAX_PARTING: usize = 64;
 
-/// The kernel is asked who has something at least every so many rounds.
+/// The kernel is asked who has something at least every so many rounds: asking costs as much as trying the talker.
 const ASK_EVERY: u32 = 4;
 
 const LISTENER: u64 = 0;
@@ -88,7 +87,7 @@ pub struct Tcp {
     accept_backoffs: u64,
     liveness: Option<Liveness>,
     tls: Option<Tls>,
-    slots: HashMap<ConnId, Slot>,
+    slots: FxHashMap<ConnId, Slot>,
     /// How many of them are [`State::Parting`].
     parting: usize,
     /// Connections with frames queued since the last flush.
@@ -181,7 +180,7 @@ impl Tcp {
             accept_backoffs: 0,
             liveness,
             tls,
-            slots: HashMap::new(),
+            slots: FxHashMap::default(),
             dirty: Vec::new(),
             talker: None,
             rounds: 0,
@@ -245,6 +244,7 @@ impl Tcp {
             Err(e) if e.raw_os_error() == Some(libc::EINPROGRESS) => {}
             Err(e) => return Err(e),
         }
+        hurry_on_host(&socket, to);
         self.insert(id, socket, State::Connecting, epoll::EventFlags::OUT)
     }
 
@@ -260,6 +260,7 @@ impl Tcp {
                     let Some(from) = from.as_socket() else {
                         continue;
                     };
+                    hurry_on_host(&socket, from);
                     let id = self.ids.next();
                     // A connection that is reset before it is set up is no error of ours.
                     if self.prepare(&socket).is_ok()
@@ -704,7 +705,7 @@ impl Transport for Tcp {
         }
         // A talker that never stops must not hide the others.
         self.rounds = self.rounds.wrapping_add(1);
-        if n == 0 || self.rounds.is_multiple_of(ASK_EVERY) {
+        if self.talker.is_none() || self.rounds.is_multiple_of(ASK_EVERY) {
             let none = epoll::Event {
                 flags: epoll::EventFlags::empty(),
                 data: epoll::EventData::new_u64(0),
@@ -727,6 +728,8 @@ impl Transport for Tcp {
     }
 
     fn arm(&mut self) -> bool {
+        // Whoever wakes up asks first.
+        self.rounds = u32::MAX;
         self.dirty.is_empty() && self.gone.is_empty()
     }
 
@@ -746,50 +749,6 @@ impl Transport for Tcp {
 
     fn accept_backoffs(&self) -> u64 {
         self.accept_backoffs
-    }
-}
-
-/// Keeps the kernel from doubling its pauses between retransmissions of the few bytes of a heartbeat: after a cut
-/// shorter than the heartbeat timeout, the next one would come after that timeout.
-fn retransmit_steadily(socket: &Socket, interval: Duration) {
-    /// Linux 6.15; not in `libc` yet.
-    const TCP_RTO_MAX_MS: libc::c_int = 44;
-    let longest = interval.as_millis().clamp(1000, 120_000) as libc::c_int;
-    for (option, value) in [
-        (libc::TCP_THIN_LINEAR_TIMEOUTS, 1),
-        (TCP_RTO_MAX_MS, longest),
-    ] {
-        // SAFETY: both options take an int, and that is what is passed with its size. An older kernel refuses: then
-        // its own pauses remain.
-        unsafe {
-            libc::setsockopt(
-                socket.as_raw_fd(),
-                libc::IPPROTO_TCP,
-                option,
-                (&raw const value).cast(),
-                size_of::<libc::c_int>() as libc::socklen_t,
-            );
-        }
-    }
-}
-
-/// Bounds what the kernel holds unsent: a small frame waits behind that much at most.
-fn set_not_sent_low_water(socket: &Socket) -> io::Result<()> {
-    let value = NOT_SENT_LOW_WATER;
-    // SAFETY: the option takes a 32-bit number, and that is what is passed with its size.
-    let rc = unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_NOTSENT_LOWAT,
-            (&raw const value).cast(),
-            size_of_val(&value) as libc::socklen_t,
-        )
-    };
-    if rc == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
     }
 }
 

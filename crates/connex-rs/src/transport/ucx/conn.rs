@@ -1,9 +1,10 @@
 //! One connection over UCX.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use connex_ucx::{Endpoint, EpId, Lane, RemoteKey};
+use rustc_hash::FxHashMap;
 
 use super::nearby::Nearby;
 use super::one_sided::{Puts, by_hardware};
@@ -72,7 +73,7 @@ pub(super) struct Conn {
     /// Keeps UCX's socket from children; goes before the endpoint is closed.
     pub(super) private: Option<Private>,
     pub(super) puts: Puts,
-    held: HashMap<u64, Held>,
+    held: FxHashMap<u64, Held>,
     held_bulk: usize,
     next_token: u64,
 }
@@ -97,7 +98,7 @@ impl Conn {
             by_hardware: false,
             private: None,
             puts: Puts::default(),
-            held: HashMap::new(),
+            held: FxHashMap::default(),
             held_bulk: 0,
             next_token: 1,
         }

@@ -19,7 +19,6 @@ mod one_sided;
 pub mod settings;
 mod workers;
 
-use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
 use std::time::Instant;
@@ -28,6 +27,7 @@ use connex_ucx::{
     CloseMode, Config, Context, EpId, Event, Features, Library, Listener, Posted, Protocol,
     Receiver, ScopedEnv, Status, Worker,
 };
+use rustc_hash::FxHashMap;
 
 use self::conn::{Conn, Pieces, State, caps_of};
 use self::gate::Gate;
@@ -122,8 +122,8 @@ pub struct Ucx {
 /// The connections, apart from the worker: message handlers use them while it runs.
 #[derive(Default)]
 struct Table {
-    conns: HashMap<ConnId, Conn>,
-    by_ep: HashMap<(WorkerId, EpId), ConnId>,
+    conns: FxHashMap<ConnId, Conn>,
+    by_ep: FxHashMap<(WorkerId, EpId), ConnId>,
     /// What was said about going on in shared memory during this round.
     said: Vec<(ConnId, Said)>,
     /// Connections whose peer broke the rules during this round.
