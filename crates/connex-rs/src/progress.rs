@@ -146,16 +146,19 @@ impl Hub {
         self.serve();
     }
 
-    /// Hands a command to whoever drives, from a thread that is not to drive itself.
-    pub(crate) fn notify(&self, command: Command) {
+    /// Leaves a command for the next turn. The caller drives already, or is to call [`attend`](Self::attend).
+    pub(crate) fn leave(&self, command: Command) {
         self.commands.push(command);
-        fence(Ordering::SeqCst);
-        if self.asleep.load(Ordering::SeqCst) {
-            self.wake_up();
+    }
+
+    /// Sees to commands that were left.
+    pub(crate) fn attend(self: &Arc<Self>) {
+        if !self.commands.is_empty() {
+            self.serve();
         }
     }
 
-    /// Drives for one turn if nobody does.
+    /// Drives for one turn if nobody does; else sees to it that somebody will.
     fn serve(self: &Arc<Self>) {
         while self.shared.devices.may_drive() {
             // Pairs with the fence of whoever lets go of the driver: either they see our command or we get the driver.
@@ -258,9 +261,7 @@ impl Hub {
         self.wanted.fetch_sub(1, Ordering::SeqCst);
         self.helping.store(false, Ordering::Release);
         self.let_go(driver);
-        if !self.commands.is_empty() {
-            self.serve();
-        }
+        self.attend();
     }
 
     /// While a caller helps, news on the transport need not wake the progress thread.

@@ -1,4 +1,4 @@
-//! The thread behind the engines of this process: it holds the robust lock, keeps the sentinel alive, and reads obituaries.
+//! The thread behind the engines of this process: it holds the robust lock, keeps the sentinel alive, and delivers obituaries.
 
 use std::collections::HashMap;
 use std::io;
@@ -362,7 +362,7 @@ impl Guardian {
                     name => {
                         let post = self.posts.lock().get(&name).cloned();
                         if let Some(post) = post
-                            && let Next::Deaf(until) = post.read(Instant::now())
+                            && let Next::Deaf(until) = post.deliver(Instant::now())
                         {
                             self.hear(&post, false, name);
                             deaf.insert(name, until);

@@ -112,8 +112,18 @@ impl Post {
         self.heard.lock().get(&conn).copied()
     }
 
-    /// Reads what has come, not more than a burst of it.
-    pub(super) fn read(&self, now: Instant) -> Next {
+    /// Reads what has come and has the engine act on it, on this thread if nobody drives the engine: another thread would have
+    /// to be woken for it, perhaps on the very processor where the dead process's memory is being freed.
+    pub(super) fn deliver(&self, now: Instant) -> Next {
+        let next = self.read(now);
+        if let Some(hub) = self.hub.get().and_then(Weak::upgrade) {
+            hub.attend();
+        }
+        next
+    }
+
+    /// Reads what has come, not more than a burst of it, and leaves it to whoever drives the engine.
+    fn read(&self, now: Instant) -> Next {
         let Some(hub) = self.hub.get().and_then(Weak::upgrade) else {
             return Next::Listen;
         };
@@ -137,7 +147,7 @@ impl Post {
             match self.recognise(&bytes[..len]) {
                 Some((conn, notice)) => {
                     self.heard.lock().insert(conn, notice);
-                    hub.notify(Command::Obituary { conn, notice });
+                    hub.leave(Command::Obituary { conn, notice });
                 }
                 None => {
                     counters.obituaries_unknown.add_one();

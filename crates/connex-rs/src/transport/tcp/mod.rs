@@ -460,6 +460,8 @@ impl Tcp {
             if let Some(slot) = self.slots.get_mut(&id) {
                 slot.dirty = false;
                 moved += self.flush(id);
+                // Whom we spoke to is the most likely to speak next.
+                self.talker = Some(id);
             }
         }
         moved

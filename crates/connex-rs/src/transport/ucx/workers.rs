@@ -24,6 +24,10 @@ const OWN_LIMIT: usize = 32;
 /// Bytes of shared memory without which no worker is made: the peer needs one too, and others of this host have theirs.
 const SHARED_MEMORY_LEFT: u64 = 16 << 20;
 
+/// While peers of this host have workers of their own the main one is looked at in every so many rounds: its sockets cost a
+/// system call each time, shared memory costs none.
+const MAIN_EVERY: u32 = 4;
+
 /// Names a worker within its transport. Never reused.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub(super) struct WorkerId(u32);
@@ -38,6 +42,7 @@ pub(super) struct Workers {
     main: Worker,
     same_host: Option<SameHost>,
     last: WorkerId,
+    rounds: u32,
 }
 
 /// Where shared memory may be used: its context.
@@ -58,6 +63,7 @@ impl Workers {
             main: worker(context)?,
             same_host: same_host.and_then(SameHost::new),
             last: MAIN,
+            rounds: 0,
         })
     }
 
@@ -120,9 +126,14 @@ impl Workers {
         self.own.get(&id)?.event_fd().ok()
     }
 
-    /// Calls `step` with each of them; gives the sum of what it gave.
+    /// Calls `step` with each that is to be looked at in this round; gives the sum of what it gave.
     pub(super) fn each(&mut self, mut step: impl FnMut(WorkerId, &mut Worker) -> usize) -> usize {
-        let main = step(MAIN, &mut self.main);
+        self.rounds = self.rounds.wrapping_add(1);
+        let main = if self.own.is_empty() || self.rounds.is_multiple_of(MAIN_EVERY) {
+            step(MAIN, &mut self.main)
+        } else {
+            0
+        };
         let own = self.own.iter_mut().map(|(&id, worker)| step(id, worker));
         main + own.sum::<usize>()
     }
