@@ -226,9 +226,15 @@ impl Hub {
         until: Option<Instant>,
         ready: impl Fn() -> bool,
     ) {
-        if !self.shared.devices.may_drive() || self.helping.swap(true, Ordering::AcqRel) {
-            // Somebody helps already and takes our command along.
+        if !self.shared.devices.may_drive() {
             return self.serve();
+        }
+        if self.helping.swap(true, Ordering::AcqRel) {
+            // Somebody helps already and takes our command along.
+            self.serve();
+            if !self.take_over(completion, until, &ready) {
+                return;
+            }
         }
         self.wanted.fetch_add(1, Ordering::SeqCst);
         let mut driver = self.driver.lock();
@@ -262,6 +268,28 @@ impl Hub {
         self.helping.store(false, Ordering::Release);
         self.let_go(driver);
         self.attend();
+    }
+
+    /// Watches while somebody else helps, no longer than the spin time; true if this caller is to help instead. Between two threads
+    /// that sleep and wake each other more time would pass than a small transfer takes.
+    fn take_over(
+        &self,
+        completion: &Completion,
+        until: Option<Instant>,
+        ready: &impl Fn() -> bool,
+    ) -> bool {
+        let end = Instant::now() + self.spin;
+        let end = until.map_or(end, |until| until.min(end));
+        while !(completion.is_done() || ready()) {
+            if !self.helping.load(Ordering::Relaxed) && !self.helping.swap(true, Ordering::AcqRel) {
+                return true;
+            }
+            if Instant::now() >= end {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        false
     }
 
     /// While a caller helps, news on the transport need not wake the progress thread.

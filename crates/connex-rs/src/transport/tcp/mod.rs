@@ -461,7 +461,9 @@ impl Tcp {
                 slot.dirty = false;
                 moved += self.flush(id);
                 // Whom we spoke to is the most likely to speak next.
-                self.talker = Some(id);
+                if self.slots.get(&id).is_some_and(|s| s.state == State::Open) {
+                    self.talker = Some(id);
+                }
             }
         }
         moved
