@@ -99,6 +99,7 @@ impl<'a> Input<'a> {
                 base: self.address(base),
                 len: self.number(),
                 min: self.number(),
+                ordered: self.flip(),
             },
             10 => Message::KeyDrop { base: req },
             11 => Message::KeyDropped { base: req },

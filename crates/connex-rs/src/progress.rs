@@ -540,14 +540,17 @@ fn carry_out_one_sided(out: Out, access: Option<&mut dyn OneSided>, core: &mut C
             },
             access,
         ) => {
+            let mut ordered = false;
             let result = access.map_or(Err(NONE.into()), |a| {
                 if device && !a.reaches_devices() {
                     // No key: whoever asked goes through us.
                     return Ok(Vec::new());
                 }
+                // What reaches a device's memory may be overtaken by what reaches the host's.
+                ordered = !device && a.in_order(conn);
                 a.register(base as usize, len as usize)
             });
-            core.exported(conn, req, base, len, device, result);
+            core.exported(conn, req, base, len, device, ordered, result);
         }
         (Out::Unexport { base, completion }, access) => {
             if let Some(access) = access {
@@ -559,15 +562,13 @@ fn carry_out_one_sided(out: Out, access: Option<&mut dyn OneSided>, core: &mut C
             Out::Unpack {
                 conn,
                 req,
-                base,
-                len,
-                min,
+                range,
                 key,
             },
             access,
         ) => {
             let result = access.map_or(Err(NONE.into()), |a| a.unpack(conn, &key));
-            core.unpacked(conn, req, base, len, min, result);
+            core.unpacked(conn, req, range, result);
         }
         (Out::DropKey(key), Some(access)) => access.drop_key(key),
         (
@@ -594,7 +595,7 @@ fn carry_out_one_sided(out: Out, access: Option<&mut dyn OneSided>, core: &mut C
         ) => {
             access.put(conn, key, remote, source, token);
         }
-        (Out::Fence(conn), Some(access)) => access.fence(conn),
+        (Out::Fence { conn, fence }, Some(access)) => access.fence(conn, fence),
         _ => {}
     }
 }

@@ -132,6 +132,8 @@ pub enum Message {
         len: u64,
         /// Shorter transfers are to be asked for: the region is GPU memory.
         min: u64,
+        /// The owner's side places writes to it in the order in which they were posted.
+        ordered: bool,
     },
     /// The region is about to go: forget its key.
     KeyDrop {
@@ -328,6 +330,7 @@ const LOST_BY_SENDER: u8 = 2;
 const LOST_CLOSED: u8 = 4;
 const MSG_SIGNALS: u8 = 1;
 const END_CLEAN: u8 = 1;
+const KEY_ORDERED: u8 = 1;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -473,7 +476,11 @@ pub fn encode(message: &Message) -> Head {
             base,
             len,
             min,
-        } => numbers(KEY_IS, 0, 0, req, base, len, min),
+            ordered,
+        } => {
+            let flags = if ordered { KEY_ORDERED } else { 0 };
+            numbers(KEY_IS, flags, 0, req, base, len, min)
+        }
         Message::KeyDrop { base } => numbers(KEY_DROP, 0, 0, base, 0, 0, 0),
         Message::KeyDropped { base } => numbers(KEY_DROPPED, 0, 0, base, 0, 0, 0),
         Message::Channel(Control { channel, verb }) => {
@@ -631,6 +638,7 @@ pub fn decode(head: &[u8]) -> Result<Message, Refuse> {
             base: b,
             len: c,
             min: d,
+            ordered: n.flags & KEY_ORDERED != 0,
         },
         KEY_DROP => Message::KeyDrop { base: a },
         KEY_DROPPED => Message::KeyDropped { base: a },
@@ -865,6 +873,7 @@ mod tests {
                 base: 2,
                 len: 3,
                 min: 4,
+                ordered: true,
             },
             Message::KeyDrop { base: 1 },
             Message::KeyDropped { base: 1 },

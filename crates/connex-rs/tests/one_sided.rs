@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use connex_rs::transport::memory::Network;
+use connex_rs::transport::memory::{Network, Ways};
 use connex_rs::transport::{ConnIds, Transport};
 use connex_rs::{Access, Config, Engine, ErrorKind, LogicalId, Range};
 
@@ -22,7 +22,11 @@ impl Lab {
     }
 
     fn engine(&self, stage: u32) -> (Engine, std::net::SocketAddr) {
-        let transport = self.network.endpoint(ConnIds::default());
+        self.engine_with(stage, Ways::default())
+    }
+
+    fn engine_with(&self, stage: u32, ways: Ways) -> (Engine, std::net::SocketAddr) {
+        let transport = self.network.endpoint_with(ConnIds::default(), ways);
         let at = transport.local_addr();
         let config = Config::new(LogicalId::new("one-sided", stage, 0, 0).expect("valid"));
         (
@@ -211,6 +215,179 @@ fn a_chains_flag_and_a_signal_come_last() {
         .wait(WAIT)
         .expect("ended")
         .expect("well");
+}
+
+/// Sends a chain of a piece of data and a flag, and polls the flag. Says whether the data was there when the flag was: the order
+/// check of the tests below.
+fn a_chain_is_seen_in_order(lab: &Lab, a: &Engine, b: &Engine) -> bool {
+    let len = 1 << 16;
+    let (here, there) = (buffer(a, len + 8), buffer(b, len + 8));
+    fill(here, &[7; 1 << 16]);
+    fill(here + len, &1u64.to_ne_bytes());
+    let range = |at, len| Range {
+        local: here + at,
+        remote: (there + at) as u64,
+        len,
+    };
+    // SAFETY: managed buffers outlive the transfer.
+    let chain = unsafe { a.put_chain(b.local_url(), &[range(0, len), range(len, 8)], WAIT) };
+    let chain = chain.expect("chain");
+    // SAFETY: aligned, inside a managed buffer.
+    let flag = unsafe { AtomicU64::from_ptr((there + len) as *mut u64) };
+    let begun = std::time::Instant::now();
+    while flag.load(Ordering::Acquire) != 1 {
+        assert!(begun.elapsed() < Duration::from_secs(20), "no flag came");
+        std::thread::yield_now();
+    }
+    let whole = bytes(there, len) == vec![7; len];
+    lab.network.let_go();
+    chain.wait(WAIT).expect("ended").expect("well");
+    assert!(bytes(there, len) == vec![7; len], "done means in place");
+    whole
+}
+
+/// Chains between engines whose puts travel so; how many fences were followed and how many waited.
+fn fences(from: Ways, to: Ways) -> (bool, (u64, u64)) {
+    let lab = Lab::new();
+    let ((a, _), (b, _)) = (lab.engine_with(0, from), lab.engine_with(1, to));
+    let ordered = a_chain_is_seen_in_order(&lab, &a, &b);
+    (ordered, lab.network.fences())
+}
+
+#[test]
+fn a_flag_follows_its_data_without_a_wait_where_one_lane_keeps_the_order() {
+    assert_eq!(fences(Ways::One, Ways::One), (true, (1, 0)));
+}
+
+#[test]
+fn a_flag_waits_for_its_data_where_lanes_do_not_order_each_other() {
+    assert_eq!(fences(Ways::Many, Ways::Many), (true, (0, 1)));
+    // Either side may be the one that cannot say so: the owner's devices may place what comes as they like.
+    assert_eq!(fences(Ways::Many, Ways::One), (true, (0, 1)));
+    assert_eq!(fences(Ways::One, Ways::Many), (true, (0, 1)));
+}
+
+#[test]
+fn an_order_that_is_claimed_and_not_kept_is_caught() {
+    let (ordered, fences) = fences(Ways::ManySaidToBeOne, Ways::ManySaidToBeOne);
+    assert_eq!(fences, (1, 0));
+    assert!(!ordered, "the check cannot see a flag before its data");
+}
+
+#[test]
+fn a_signal_waits_for_its_data_whatever_orders_puts() {
+    for ways in [Ways::None, Ways::One, Ways::Many, Ways::ManySaidToBeOne] {
+        let lab = Lab::new();
+        let ((a, _), (b, _)) = (lab.engine_with(0, ways), lab.engine_with(1, ways));
+        let len = 9 << 20;
+        let (here, there) = (buffer(&a, len), buffer(&b, len));
+        for round in 1..3u8 {
+            fill(here, &vec![round; len]);
+            // SAFETY: managed buffers outlive the transfer.
+            let put =
+                unsafe { a.put_signal(b.local_url(), here, there as u64, len, vec![round], WAIT) };
+            assert_eq!(b.recv_msg(WAIT), Some((a.id().clone(), vec![round])));
+            assert!(bytes(there, len) == vec![round; len], "{ways:?}");
+            put.expect("put").wait(WAIT).expect("ended").expect("well");
+        }
+        assert_eq!(lab.network.fences(), (0, 0), "nothing to fence: {ways:?}");
+    }
+}
+
+#[test]
+fn a_long_chain_keeps_its_order_and_its_bounds() {
+    // More pieces than may be in flight, and ranges that are cut.
+    for ways in [Ways::None, Ways::One, Ways::Many] {
+        let lab = Lab::new();
+        let ((a, _), (b, _)) = (lab.engine_with(0, ways), lab.engine_with(1, ways));
+        let (len, flag) = (5 << 20, 8);
+        let (here, there) = (buffer(&a, len * 5 + flag), buffer(&b, len * 5 + flag));
+        fill(here, &vec![3; len * 5 + flag]);
+        let mut ranges: Vec<Range> = (0..5)
+            .map(|i| Range {
+                local: here + i * len,
+                remote: (there + i * len) as u64,
+                len,
+            })
+            .collect();
+        ranges.push(Range {
+            local: here + 5 * len,
+            remote: (there + 5 * len) as u64,
+            len: flag,
+        });
+        // SAFETY: managed buffers outlive the transfer.
+        let chain = unsafe { a.put_chain(b.local_url(), &ranges, WAIT) }.expect("chain");
+        // SAFETY: aligned, inside a managed buffer.
+        let seen = unsafe { AtomicU64::from_ptr((there + 5 * len) as *mut u64) };
+        while seen.load(Ordering::Acquire) == 0 && !chain.done() {
+            std::thread::yield_now();
+        }
+        assert!(bytes(there, 5 * len) == vec![3; 5 * len], "{ways:?}");
+        chain.wait(WAIT).expect("ended").expect("well");
+        let (followed, waited) = lab.network.fences();
+        let expected = u64::from(ways != Ways::Many);
+        assert_eq!((followed, waited), (expected, 1 - expected), "{ways:?}");
+    }
+}
+
+/// Five writes of 8 bytes into every 64th byte, the second of them empty.
+fn five(here: usize, there: usize) -> Vec<Range> {
+    let range = |i: usize| Range {
+        local: here,
+        remote: (there + i * 64) as u64,
+        len: if i == 1 { 0 } else { 8 },
+    };
+    (0..5).map(range).collect()
+}
+
+#[test]
+fn behind_an_element_that_is_refused_nothing_is_written_and_the_error_names_it() {
+    for ways in [Ways::None, Ways::One, Ways::Many] {
+        let lab = Lab::new();
+        let ((a, _), (b, _)) = (lab.engine_with(0, ways), lab.engine_with(1, ways));
+        let (here, there) = (buffer(&a, 4096), buffer(&b, 4096));
+        fill(here, &[9; 4096]);
+        let mut ranges = five(here, there);
+        ranges[2].remote = 8;
+        // SAFETY: managed buffers outlive the transfer.
+        let chain = unsafe { a.put_chain(b.local_url(), &ranges, WAIT) }.expect("chain");
+        let error = chain.wait(WAIT).expect("ends").expect_err("no region");
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{ways:?}: {error}");
+        assert!(error.text().contains("element 2: "), "{ways:?}: {error}");
+        assert_eq!(bytes(there, 8), [9; 8], "{ways:?}");
+        assert_eq!(bytes(there + 64, 5 * 64), [0; 5 * 64], "{ways:?}");
+        assert_eq!((a.stats().eps_created, lab.network.fences()), (1, (0, 0)));
+    }
+}
+
+#[test]
+fn behind_a_write_that_fails_on_its_way_comes_no_flag() {
+    for ways in [Ways::None, Ways::One, Ways::Many] {
+        let lab = Lab::new();
+        let ((a, _), (b, _)) = (lab.engine_with(0, ways), lab.engine_with(1, ways));
+        let (here, there) = (buffer(&a, 4096), buffer(&b, 4096));
+        fill(here, &[9; 4096]);
+        let ranges = five(here, there);
+        lab.network.fail_puts_at(ranges[2].remote);
+        // SAFETY: managed buffers outlive the transfer.
+        let chain = unsafe { a.put_chain(b.local_url(), &ranges, WAIT) }.expect("chain");
+        let error = chain.wait(WAIT).expect("ends").expect_err("a fault");
+        // The device broke the connection.
+        assert_eq!(error.kind(), ErrorKind::PeerFailed, "{ways:?}: {error}");
+        let after = bytes(there, 4096);
+        assert_eq!(after[4 * 64..5 * 64], [0; 64], "the flag: {ways:?}");
+        if ways != Ways::Many {
+            assert_eq!(after[..8], [9; 8], "{ways:?}");
+            assert_eq!(after[64..], [0; 4096 - 64], "{ways:?}");
+        }
+        // What was reported is over (I2), and the next operation goes over another connection.
+        // SAFETY: as above.
+        unsafe { a.write(b.local_url(), here, there as u64 + 2048, 8, WAIT) }.expect("works");
+        let mut expected = after;
+        expected[2048..2056].fill(9);
+        assert!(bytes(there, 4096) == expected, "{ways:?}");
+        assert_eq!(lab.network.dead_key_uses(), 0);
+    }
 }
 
 #[test]

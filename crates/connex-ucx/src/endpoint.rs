@@ -302,7 +302,8 @@ impl Endpoint {
             .map_or(0, |slot| slot.outstanding as usize)
     }
 
-    /// The transports it uses; complete once it is connected. Empty if UCX cannot tell.
+    /// The transports it uses, one for each of its lanes; complete once it is connected. Empty if UCX cannot tell. One without
+    /// a device makes connections and carries no data.
     ///
     /// # Errors
     /// The endpoint is closed.

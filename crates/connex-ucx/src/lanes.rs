@@ -2,7 +2,7 @@
 
 use crate::endpoint::Lane;
 
-/// The lanes in the text that UCX prints for an endpoint, in its order, each transport and device once.
+/// The lanes in the text that UCX prints for an endpoint, in its order: each, also where several go over one device.
 ///
 /// A lane is a line such as
 ///
@@ -13,13 +13,7 @@ use crate::endpoint::Lane;
 /// that is the number of a resource, `transport/device`, and behind the last dot the number of the path on it, which UCX
 /// leaves away for some. A lane that only makes connections (`cm rdmacm`) is none to report.
 pub(crate) fn parse(text: &str) -> Vec<Lane> {
-    let mut lanes: Vec<Lane> = Vec::new();
-    for lane in text.lines().filter_map(lane) {
-        if !lanes.contains(&lane) {
-            lanes.push(lane);
-        }
-    }
-    lanes
+    text.lines().filter_map(lane).collect()
 }
 
 fn lane(line: &str) -> Option<Lane> {
@@ -102,7 +96,12 @@ mod tests {
 ";
         is(
             &parse(text),
-            &[("rc_mlx5", "mlx5_0:1"), ("tcp", "eth0.12"), ("tcp", "eth1")],
+            &[
+                ("rc_mlx5", "mlx5_0:1"),
+                ("rc_mlx5", "mlx5_0:1"),
+                ("tcp", "eth0.12"),
+                ("tcp", "eth1"),
+            ],
         );
     }
 

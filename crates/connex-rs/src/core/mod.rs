@@ -23,6 +23,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 
+use self::one_sided::KeyRange;
 use crate::channel::{Channels, Inlet, Outlet, Request};
 use crate::completion::Completion;
 use crate::device::copies::Copies;
@@ -37,7 +38,7 @@ use crate::region::{Lease, Registry};
 use crate::sentinel::{Notice, Seat};
 use crate::stats::Counters;
 use crate::transfer::{Deadline, Op, OpId, Work};
-use crate::transport::{Body, Class, Close, ConnId, Frame, KeyId, Source};
+use crate::transport::{Body, Class, Close, ConnId, Fence, Frame, KeyId, Source};
 use crate::wire::{self, Greeting, Message, MsgPiece};
 
 /// In a goodbye or refusal that names no successor.
@@ -181,9 +182,7 @@ pub(crate) enum Out {
     Unpack {
         conn: ConnId,
         req: u64,
-        base: u64,
-        len: u64,
-        min: u64,
+        range: KeyRange,
         key: Vec<u8>,
     },
     DropKey(KeyId),
@@ -201,7 +200,10 @@ pub(crate) enum Out {
         source: Source,
         token: u64,
     },
-    Fence(ConnId),
+    Fence {
+        conn: ConnId,
+        fence: Fence,
+    },
 }
 
 /// One peer.

@@ -2,6 +2,9 @@
 //!
 //! A key opens one region of one life of a peer (I4): it is asked for once, lives with its connection, and is
 //! given back before the owner's region goes. Large ranges are cut, so that progress can be seen.
+//!
+//! The flag of a chain stands behind a fence (I3). Where both sides say that writes are placed in the order in which they
+//! are posted, the fence rests on that order and nothing is waited for; else the data is in place before the flag is posted.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -15,7 +18,7 @@ use crate::completion::Completion;
 use crate::error::{Error, ErrorKind};
 use crate::region::Denied;
 use crate::transfer::{OpId, Work, of_element};
-use crate::transport::{ConnId, KeyId, OneSidedDone, Refuse, Source, Target};
+use crate::transport::{ConnId, Fence, KeyId, OneSidedDone, Refuse, Source, Target};
 use crate::wire::Message;
 
 /// A larger range is cut into pieces of this.
@@ -40,6 +43,10 @@ pub(crate) struct Progress {
     instead: bool,
     /// The signal has been sent.
     signalled: bool,
+    /// The token of its first piece.
+    first: Option<u64>,
+    /// A piece of it may be overtaken by a later one.
+    unordered: bool,
 }
 
 impl Progress {
@@ -57,10 +64,21 @@ pub(super) struct Key {
     id: Option<KeyId>,
     /// Shorter transfers are asked for: they are not for zero-copy.
     min: u64,
+    /// The owner's side places writes in the order in which they were posted.
+    ordered: bool,
     /// Pieces in flight that use it.
     users: usize,
     /// The owner wants it back.
     dropping: bool,
+}
+
+/// What an owner says of a key.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KeyRange {
+    pub(crate) base: u64,
+    pub(crate) len: u64,
+    pub(crate) min: u64,
+    pub(crate) ordered: bool,
 }
 
 /// What a live link knows of keys.
@@ -148,6 +166,8 @@ impl Core {
             key.users += 1;
             self.one_sided.next_token += 1;
             let token = self.one_sided.next_token;
+            let first = *progress.first.get_or_insert(token);
+            progress.unordered |= !key.ordered || element.residence.is_some();
             self.one_sided.pieces.insert(
                 token,
                 Piece {
@@ -161,7 +181,12 @@ impl Core {
             let lease = element.lease.clone();
             let key = key_id;
             if chain && *next + 1 == count && progress.posted == 0 {
-                self.out.push(Out::Fence(conn));
+                let fence = if progress.unordered {
+                    Fence::InPlace
+                } else {
+                    Fence::Posted { since: first }
+                };
+                self.out.push(Out::Fence { conn, fence });
             }
             self.out.push(if write {
                 let source = Source {
@@ -282,9 +307,7 @@ impl Core {
         &mut self,
         conn: ConnId,
         req: OpId,
-        base: u64,
-        len: u64,
-        min: u64,
+        range: KeyRange,
         key: Vec<u8>,
     ) -> Result<(), Refuse> {
         let asked = self
@@ -301,16 +324,15 @@ impl Core {
             }
         }
         if key.is_empty() {
-            self.know_key(conn, base, len, u64::MAX, None);
+            let min = u64::MAX;
+            self.know_key(conn, KeyRange { min, ..range }, None);
             self.advance(req);
             return Ok(());
         }
         self.out.push(Out::Unpack {
             conn,
             req,
-            base,
-            len,
-            min,
+            range,
             key,
         });
         Ok(())
@@ -367,13 +389,11 @@ impl Core {
         &mut self,
         conn: ConnId,
         req: OpId,
-        base: u64,
-        len: u64,
-        min: u64,
+        range: KeyRange,
         result: Result<KeyId, String>,
     ) {
         match result {
-            Ok(id) => self.know_key(conn, base, len, min, Some(id)),
+            Ok(id) => self.know_key(conn, range, Some(id)),
             Err(text) => {
                 if let Some(op) = self.ops.get(&req) {
                     let peer = &self.peers[op.peer].id;
@@ -385,20 +405,21 @@ impl Core {
         self.advance(req);
     }
 
-    fn know_key(&mut self, conn: ConnId, base: u64, len: u64, min: u64, id: Option<KeyId>) {
+    fn know_key(&mut self, conn: ConnId, range: KeyRange, id: Option<KeyId>) {
         let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) else {
             return self.forget_key(id);
         };
-        match link.keys.entry(base) {
+        match link.keys.entry(range.base) {
             // Several operations asked at once. The first key stays: pieces in flight use it. It is of the same
             // region, because its owner has no other one there before this one was given back.
             Entry::Occupied(_) => self.forget_key(id),
             Entry::Vacant(place) => {
                 self.shared.counters.remote_rkeys.add_one();
                 place.insert(Key {
-                    len,
+                    len: range.len,
                     id,
-                    min,
+                    min: range.min,
+                    ordered: range.ordered,
                     users: 0,
                     dropping: false,
                 });
@@ -495,7 +516,7 @@ impl Core {
                     return self.refuse_key(conn, req, addr, len, &Denied::Unregistered);
                 };
                 self.holds_key(base, conn);
-                self.exported(conn, req, base, len, false, Ok(Vec::new()));
+                self.exported(conn, req, base, len, false, false, Ok(Vec::new()));
             }
             Err(why) => self.refuse_key(conn, req, addr, len, &why),
             Ok(_) => self.refuse_key(conn, req, addr, len, &Denied::Unregistered),
@@ -524,6 +545,7 @@ impl Core {
     }
 
     /// The transport has exported a region, or could not.
+    #[allow(clippy::too_many_arguments, reason = "what was asked, and the answer")]
     pub(crate) fn exported(
         &mut self,
         conn: ConnId,
@@ -531,6 +553,7 @@ impl Core {
         base: u64,
         len: u64,
         device: bool,
+        ordered: bool,
         result: Result<Vec<u8>, String>,
     ) {
         let min = if device {
@@ -543,6 +566,7 @@ impl Core {
             base,
             len,
             min,
+            ordered,
         };
         match result {
             Ok(key) => self.send_with(conn, &message, key),

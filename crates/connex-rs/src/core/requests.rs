@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 
 use super::devices::{Arrival, Landing, Store};
+use super::one_sided::KeyRange;
 use super::{Core, Flag, Incoming, SMALL, Stage, Stream};
 use crate::region::{Denied, Direction, Granted};
 use crate::transfer::Work;
@@ -193,7 +194,16 @@ impl Core {
                 base,
                 len,
                 min,
-            } => self.on_key(conn, req, base, len, min, body.to_vec()),
+                ordered,
+            } => {
+                let range = KeyRange {
+                    base,
+                    len,
+                    min,
+                    ordered,
+                };
+                self.on_key(conn, req, range, body.to_vec())
+            }
             Message::Channel(control) => self.on_channel(conn, control, body),
             greeting => self.on_greeting(conn, greeting, body),
         }

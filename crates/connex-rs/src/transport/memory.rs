@@ -3,9 +3,10 @@
 //! A [`Network`] joins the endpoints made from it. What one endpoint sends lies in the other's queue until
 //! that one is driven; nothing is lost or reordered unless a connection is [cut](Network::cut). One-sided access
 //! touches the memory of the same process directly, under keys that the owner can take back: using a dead key is
-//! counted, so that a test can tell that nobody does (I4).
+//! counted, so that a test can tell that nobody does (I4). Puts travel in one of several [`Ways`], with and without order; as on
+//! a reliable connection of RDMA, one that fails ends the connection, and nothing posted behind it on the same lane is placed.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -14,12 +15,27 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{
-    Body, Caps, Class, Close, ConnId, ConnIds, Frame, Gone, Head, KeyId, OneSided, OneSidedDone,
-    Place, Received, Refuse, Source, Target, Transport, Upcalls,
+    Body, Caps, Class, Close, ConnId, ConnIds, Fence, Frame, Gone, Head, KeyId, OneSided,
+    OneSidedDone, Place, Received, Refuse, Source, Target, Transport, Upcalls,
 };
 
 /// The longest body of a frame: small, so that tests see many pieces.
 const PIECE: usize = 16 << 10;
+
+/// How the puts of an endpoint travel.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Ways {
+    /// They are in place when they have been posted.
+    #[default]
+    None,
+    /// One lane, which keeps the order of posting. One put arrives in each round.
+    One,
+    /// Lanes that do not order each other: of what is under way the last posted arrives first. What was overtaken by a put
+    /// behind a fence arrives only when the test [lets it go](Network::let_go).
+    Many,
+    /// As `Many`, and said to keep the order: a fault for tests to find.
+    ManySaidToBeOne,
+}
 
 /// Joins endpoints of one process.
 #[derive(Clone, Default)]
@@ -34,6 +50,12 @@ struct Inner {
     /// Live keys: the range that each opens.
     keys: HashMap<u64, (usize, usize)>,
     dead_key_uses: u64,
+    /// Where a put fails.
+    faults: HashSet<u64>,
+    /// What was overtaken may arrive.
+    let_go: bool,
+    followed: u64,
+    waited: u64,
 }
 
 /// What waits for one endpoint.
@@ -74,6 +96,14 @@ impl Network {
     /// # Panics
     /// If the system has no descriptor left.
     pub fn endpoint(&self, ids: ConnIds) -> Memory {
+        self.endpoint_with(ids, Ways::default())
+    }
+
+    /// A new endpoint whose puts travel like this.
+    ///
+    /// # Panics
+    /// As for `endpoint`.
+    pub fn endpoint_with(&self, ids: ConnIds, ways: Ways) -> Memory {
         let wake = Arc::new(
             eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).expect("a descriptor"),
         );
@@ -94,6 +124,8 @@ impl Network {
             wake,
             ends: HashMap::new(),
             gone: Vec::new(),
+            ways,
+            puts: HashMap::new(),
             keys: HashMap::new(),
             exported: HashMap::new(),
             done: Vec::new(),
@@ -120,6 +152,26 @@ impl Network {
                 },
             );
         }
+    }
+
+    /// Every put that begins at this address fails from now on.
+    pub fn fail_puts_at(&self, remote: u64) {
+        self.0.lock().faults.insert(remote);
+    }
+
+    /// Lets what was overtaken arrive, from now on.
+    pub fn let_go(&self) {
+        let mut inner = self.0.lock();
+        inner.let_go = true;
+        for node in inner.nodes.values() {
+            let _ = rustix::io::write(&node.wake, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// How many fences stood between puts without a wait, and how many waited for the puts before them.
+    pub fn fences(&self) -> (u64, u64) {
+        let inner = self.0.lock();
+        (inner.followed, inner.waited)
     }
 
     /// How often a key was used that its owner had taken back.
@@ -149,12 +201,119 @@ pub struct Memory {
     /// The other end of each connection, once it is known.
     ends: HashMap<ConnId, Option<End>>,
     gone: Vec<(ConnId, Gone)>,
+    ways: Ways,
+    puts: HashMap<ConnId, Puts>,
     keys: HashMap<KeyId, u64>,
     exported: HashMap<usize, u64>,
     done: Vec<OneSidedDone>,
 }
 
+/// The puts of one connection.
+#[derive(Default)]
+struct Puts {
+    under_way: VecDeque<Put>,
+    /// Behind a fence that waits; `None` is the fence.
+    waiting: VecDeque<Option<Put>>,
+    /// Fences so far.
+    fences: u64,
+}
+
+struct Put {
+    key: KeyId,
+    remote: u64,
+    source: Source,
+    token: u64,
+    /// Fences before it.
+    fences: u64,
+    overtaken: bool,
+}
+
+impl Puts {
+    /// Posts what no fence holds back any more.
+    fn advance(&mut self) {
+        while let Some(next) = self.waiting.pop_front() {
+            match next {
+                None if !self.under_way.is_empty() => return self.waiting.push_front(None),
+                None => {}
+                Some(put) => self.under_way.push_back(put),
+            }
+        }
+    }
+
+    /// The next that arrives.
+    fn next(&mut self, ways: Ways, let_go: bool) -> Option<Put> {
+        if matches!(ways, Ways::None | Ways::One) {
+            return self.under_way.pop_front();
+        }
+        self.under_way
+            .back()
+            .filter(|put| !put.overtaken || let_go)?;
+        let put = self.under_way.pop_back()?;
+        for other in &mut self.under_way {
+            other.overtaken |= other.fences < put.fences;
+        }
+        Some(put)
+    }
+
+    /// Nothing can arrive.
+    fn is_still(&self, let_go: bool) -> bool {
+        self.under_way
+            .back()
+            .is_none_or(|put| put.overtaken && !let_go)
+    }
+}
+
 impl Memory {
+    /// Lets one put of each connection arrive.
+    fn arrivals(&mut self) -> usize {
+        let let_go = self.network.0.lock().let_go;
+        let conns: Vec<ConnId> = self.puts.keys().copied().collect();
+        let mut count = 0;
+        for conn in conns {
+            let Some(puts) = self.puts.get_mut(&conn) else {
+                continue;
+            };
+            if let Some(put) = puts.next(self.ways, let_go) {
+                count += 1;
+                self.arrive(conn, put);
+            }
+            if let Some(puts) = self.puts.get_mut(&conn) {
+                puts.advance();
+            }
+        }
+        count
+    }
+
+    /// A put reaches the peer's memory, or does not.
+    fn arrive(&mut self, conn: ConnId, put: Put) {
+        let Put {
+            remote,
+            source,
+            token,
+            ..
+        } = put;
+        let faulty = self.network.0.lock().faults.contains(&remote);
+        let result = if faulty {
+            Err("as the test asked".to_owned())
+        } else {
+            self.opens(put.key, remote, source.len)
+        };
+        if result.is_ok() {
+            // SAFETY: as in `get`, the other way round.
+            unsafe { std::ptr::copy(source.ptr, remote as *mut u8, source.len) };
+        }
+        let failed = result.as_ref().err().cloned();
+        self.done.push(OneSidedDone {
+            conn,
+            token,
+            result,
+        });
+        if let Some(detail) = failed {
+            self.hang_up(conn);
+            self.lost(conn, Gone::Reset { detail });
+        }
+    }
+
     fn take(&mut self, letter: Letter, up: &mut dyn Upcalls) {
         match letter {
             Letter::Dialled { from, mine } => {
@@ -216,9 +375,23 @@ impl Memory {
     }
 
     fn lost(&mut self, id: ConnId, why: Gone) {
-        if self.ends.remove(&id).is_some() {
-            self.gone.push((id, why));
+        if self.ends.remove(&id).is_none() {
+            return;
         }
+        self.gone.push((id, why));
+        let puts = self.puts.remove(&id).unwrap_or_default();
+        let waiting = puts.waiting.into_iter().flatten();
+        for put in puts.under_way.into_iter().chain(waiting) {
+            self.refuse(id, put.token);
+        }
+    }
+
+    fn refuse(&mut self, conn: ConnId, token: u64) {
+        self.done.push(OneSidedDone {
+            conn,
+            token,
+            result: Err("the connection is gone".into()),
+        });
     }
 
     fn hang_up(&mut self, id: ConnId) {
@@ -340,6 +513,7 @@ impl Transport for Memory {
         for letter in letters {
             self.take(letter, up);
         }
+        n += self.arrivals();
         for (id, why) in std::mem::take(&mut self.gone) {
             n += 1;
             up.closed(id, why);
@@ -357,7 +531,8 @@ impl Transport for Memory {
             .nodes
             .get(&self.local)
             .is_none_or(|node| node.inbox.is_empty());
-        idle && self.gone.is_empty() && self.done.is_empty()
+        let still = self.puts.values().all(|puts| puts.is_still(inner.let_go));
+        idle && still && self.gone.is_empty() && self.done.is_empty()
     }
 
     fn caps(&self, _conn: ConnId) -> Caps {
@@ -432,19 +607,43 @@ impl OneSided for Memory {
     }
 
     fn put(&mut self, conn: ConnId, key: KeyId, remote: u64, source: Source, token: u64) {
-        let result = self.opens(key, remote, source.len);
-        if result.is_ok() {
-            // SAFETY: as in `get`, the other way round.
-            unsafe { std::ptr::copy(source.ptr, remote as *mut u8, source.len) };
+        if !self.ends.contains_key(&conn) {
+            return self.refuse(conn, token);
         }
-        self.done.push(OneSidedDone {
-            conn,
+        let puts = self.puts.entry(conn).or_default();
+        let put = Put {
+            key,
+            remote,
+            source,
             token,
-            result,
-        });
+            fences: puts.fences,
+            overtaken: false,
+        };
+        if self.ways == Ways::None {
+            return self.arrive(conn, put);
+        }
+        puts.waiting.push_back(Some(put));
+        puts.advance();
     }
 
-    fn fence(&mut self, _conn: ConnId) {}
+    fn in_order(&self, _conn: ConnId) -> bool {
+        self.ways != Ways::Many
+    }
+
+    fn fence(&mut self, conn: ConnId, fence: Fence) {
+        let in_order = self.in_order(conn);
+        let Some(puts) = self.puts.get_mut(&conn) else {
+            return;
+        };
+        puts.fences += 1;
+        let mut inner = self.network.0.lock();
+        if in_order && puts.waiting.is_empty() && fence != Fence::InPlace {
+            inner.followed += 1;
+        } else if !puts.under_way.is_empty() || !puts.waiting.is_empty() {
+            inner.waited += 1;
+            puts.waiting.push_back(None);
+        }
+    }
 
     fn reap(&mut self, into: &mut Vec<OneSidedDone>) {
         into.append(&mut self.done);

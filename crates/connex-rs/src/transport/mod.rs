@@ -296,6 +296,19 @@ pub trait Transport: Send {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct KeyId(pub u64);
 
+/// How puts are held apart.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fence {
+    /// Later puts are posted when all earlier ones are in place: a round trip.
+    InPlace,
+    /// No later put is seen before the puts with this token and greater ones. The owner's side keeps the order of posting; where
+    /// ours does not ([`OneSided::in_order`]) it is as `InPlace`.
+    Posted {
+        /// The first token.
+        since: u64,
+    },
+}
+
 /// One-sided access: the target's processor is not asked.
 ///
 /// Completions come as [`OneSidedDone`] from [`OneSided::reap`], after `progress`.
@@ -324,8 +337,15 @@ pub trait OneSided {
     fn get(&mut self, conn: ConnId, key: KeyId, remote: u64, target: Target, token: u64);
     /// Writes `source.len` bytes to `remote` in the peer. Done means that they are in place there.
     fn put(&mut self, conn: ConnId, key: KeyId, remote: u64, source: Source, token: u64);
+    /// Whether this side of the connection leaves puts, in either direction, in the order in which they are posted: one way
+    /// for all of them, and nothing on it or behind it that lets a later one be seen before an earlier one. Only if both sides
+    /// say so the order holds. It is for host memory; settled when the connection is, and never changes.
+    fn in_order(&self, conn: ConnId) -> bool {
+        let _ = conn;
+        false
+    }
     /// Orders later puts on this connection after earlier ones.
-    fn fence(&mut self, conn: ConnId);
+    fn fence(&mut self, conn: ConnId, fence: Fence);
     /// Operations that have ended since the last call.
     fn reap(&mut self, into: &mut Vec<OneSidedDone>);
 }

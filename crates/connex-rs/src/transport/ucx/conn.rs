@@ -70,6 +70,8 @@ pub(super) struct Conn {
     pub(super) caps: Caps,
     /// One-sided transfers are done by hardware.
     pub(super) by_hardware: bool,
+    /// Puts are placed in the order in which they are posted, as far as it is ours to say.
+    pub(super) in_order: bool,
     /// Keeps UCX's socket from children; goes before the endpoint is closed.
     pub(super) private: Option<Private>,
     pub(super) puts: Puts,
@@ -96,6 +98,7 @@ impl Conn {
             broken: false,
             caps,
             by_hardware: false,
+            in_order: false,
             private: None,
             puts: Puts::default(),
             held: FxHashMap::default(),

@@ -74,6 +74,8 @@ fn rdma_devices(sys: &Path) -> Vec<RdmaDevice> {
                 found.push(RdmaDevice {
                     name: format!("{device}:{port}"),
                     interfaces: interfaces(sys, &dir, &port),
+                    // What it was made on, and nothing on a bus.
+                    software: dir.join("parent").is_file() && !dir.join("device").exists(),
                 });
             }
         }
@@ -284,6 +286,11 @@ mod tests {
         tree.port("mlx5_0", 1, UP).port("rxe0", 1, UP);
         tree.file("infiniband/rxe0/parent", "eth0\n");
         assert_eq!(tree.found(), [is("mlx5_0:1", &[]), is("rxe0:1", &["eth0"])]);
+        tree.net("mlx5_0", "ens1", 0);
+        // Hardware, whatever else it says.
+        tree.file("infiniband/mlx5_0/parent", "ens1\n");
+        let software: Vec<bool> = rdma_devices(&tree.0).iter().map(|d| d.software).collect();
+        assert_eq!(software, [false, true]);
     }
 
     /// The facts of a process on the host of `tree`, with a UCX that has verbs.

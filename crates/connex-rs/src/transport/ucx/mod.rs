@@ -16,6 +16,7 @@ mod nearby;
 mod nudge;
 mod obstacles;
 mod one_sided;
+mod order;
 pub mod settings;
 mod workers;
 
@@ -34,6 +35,7 @@ use self::gate::Gate;
 use self::nearby::{Nearby, Said};
 use self::nudge::Nudge;
 use self::one_sided::Access;
+use self::order::Order;
 use self::settings::{Facts, Plan, Setting};
 use self::workers::{MAIN, WorkerId, Workers};
 use super::{
@@ -103,6 +105,9 @@ pub struct Ucx {
     ids: ConnIds,
     table: Table,
     access: Access,
+    order: Order,
+    /// Counts the calls of `progress`.
+    round: u64,
     plan: Plan,
     pieces: Pieces,
     /// The RDMA devices in use, for people.
@@ -196,6 +201,8 @@ impl Ucx {
             ids,
             table: Table::default(),
             access,
+            order: Order::of(&facts),
+            round: 0,
             pieces: pieces(&facts),
             rdma: plan.one_sided.then(|| facts.allowed_rdma()),
             timeout_is_reset: library.version().minor < 16,
@@ -383,7 +390,7 @@ impl Ucx {
                 if let Some((caller, put)) = conn.release(token) {
                     self.finished(id, caller, Ok(()));
                     if put {
-                        self.put_done(id);
+                        self.put_done(id, caller);
                     }
                 }
             }
@@ -491,6 +498,7 @@ impl Ucx {
             .and_then(|(endpoint, worker)| endpoint.lanes(self.workers.get(worker)).ok())
             .unwrap_or_default();
         conn.by_hardware = lanes.iter().any(one_sided::by_hardware);
+        conn.in_order = self.order.holds(&lanes);
         conn.caps = caps_of(&lanes, self.pieces);
     }
 
@@ -694,6 +702,7 @@ impl Transport for Ucx {
     }
 
     fn progress(&mut self, up: &mut dyn Upcalls) -> usize {
+        self.round += 1;
         self.gate.look(self.workers.main());
         if let Some(nudge) = &mut self.nudge {
             nudge.look(Instant::now);

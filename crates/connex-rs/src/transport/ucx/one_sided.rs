@@ -1,16 +1,21 @@
 //! One-sided access over UCX: gets and puts with keys.
 //!
 //! A put is reported when a flush behind it is complete, for UCX's own end of a put says only that the local memory is
-//! free. A fence holds back later puts until the earlier ones are in place: UCX's own fence blocks inside the call on some
-//! versions, and in its weak form orders nothing between several lanes.
+//! free. A fence holds back later puts until the earlier ones are in place: UCX's own orders nothing between several lanes, but
+//! by waiting inside the call. Where one lane keeps the order (see [`order`](super::order)) UCX's weak fence, which never waits, is
+//! all there is between them.
+//!
+//! That is so only for puts that were posted since the last round of progress. What UCX cannot hand to the device stands in a
+//! line of its endpoint, where a message that waits for the peer's credit may stand before it; when a round has made room in the
+//! device, later puts would pass that line.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use connex_ucx::{Lane, Memory, MemoryType, Posted, RemoteKey};
 
 use super::Ucx;
-use crate::transport::{ConnId, Gone, KeyId, OneSided, OneSidedDone, Source, Target};
+use crate::transport::{ConnId, Fence, Gone, KeyId, OneSided, OneSidedDone, Source, Target};
 
 /// One-sided transfers also where UCX emulates them in software. For tests: nobody checks the target there.
 const FORCE: &str = "CONNEX_RS_FORCE_ONE_SIDED";
@@ -77,13 +82,19 @@ pub(super) struct Put {
 /// The puts of a connection.
 #[derive(Debug, Default)]
 pub(super) struct Puts {
-    /// Posted and not in place.
-    under_way: usize,
+    /// Posted and not in place, by the callers' tokens: the round of progress in which that was.
+    under_way: BTreeMap<u64, u64>,
     /// Waiting behind a fence; `None` is the fence.
     waiting: VecDeque<Option<Put>>,
 }
 
 impl Puts {
+    /// Whether later puts keep behind the one with this token and later ones without waiting: all of these were posted in
+    /// `round`, the present one, or are in place.
+    fn can_follow(&self, since: u64, round: u64) -> bool {
+        self.waiting.is_empty() && self.under_way.range(since..).all(|(_, &r)| r == round)
+    }
+
     /// The callers' tokens of what never started.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = u64> + '_ {
         self.waiting.drain(..).flatten().map(|put| put.token)
@@ -99,9 +110,9 @@ pub(super) fn by_hardware(lane: &Lane) -> bool {
 
 impl Ucx {
     /// A put of `conn` is in place.
-    pub(super) fn put_done(&mut self, conn: ConnId) {
+    pub(super) fn put_done(&mut self, conn: ConnId, token: u64) {
         if let Some(c) = self.table.conns.get_mut(&conn) {
-            c.puts.under_way -= 1;
+            c.puts.under_way.remove(&token);
             self.next_puts(conn);
         }
     }
@@ -111,7 +122,9 @@ impl Ucx {
         while let Some(conn) = self.table.conns.get_mut(&id) {
             match conn.puts.waiting.pop_front() {
                 None => return,
-                Some(None) if conn.puts.under_way > 0 => return conn.puts.waiting.push_front(None),
+                Some(None) if !conn.puts.under_way.is_empty() => {
+                    return conn.puts.waiting.push_front(None);
+                }
                 Some(None) => {}
                 Some(Some(put)) => self.post_put(id, put),
             }
@@ -151,7 +164,7 @@ impl Ucx {
         match posted.and_then(|_| endpoint.flush(worker, ucx)) {
             Ok(Posted::Done) => self.finished(id, token, Ok(())),
             Ok(Posted::Pending) => {
-                conn.puts.under_way += 1;
+                conn.puts.under_way.insert(token, self.round);
                 conn.hold_one_sided(ucx, source.lease, Arc::clone(key), token, true);
             }
             Err(e) => {
@@ -287,10 +300,22 @@ impl OneSided for Ucx {
         }
     }
 
-    fn fence(&mut self, id: ConnId) {
-        if let Some(conn) = self.table.conns.get_mut(&id)
-            && conn.puts.under_way > 0
-        {
+    fn in_order(&self, conn: ConnId) -> bool {
+        self.table.conns.get(&conn).is_some_and(|c| c.in_order)
+    }
+
+    fn fence(&mut self, id: ConnId, fence: Fence) {
+        let Some(conn) = self.table.conns.get_mut(&id) else {
+            return;
+        };
+        if conn.puts.under_way.is_empty() && conn.puts.waiting.is_empty() {
+            return;
+        }
+        let follows = match fence {
+            Fence::Posted { since } => conn.in_order && conn.puts.can_follow(since, self.round),
+            Fence::InPlace => false,
+        };
+        if !follows || self.workers.main().fence().is_err() {
             conn.puts.waiting.push_back(None);
         }
     }
@@ -303,6 +328,20 @@ impl OneSided for Ucx {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_what_was_posted_since_the_last_progress_is_followed_without_waiting() {
+        let mut puts = Puts::default();
+        assert!(puts.can_follow(1, 7));
+        // Of others, posted before: their order does not matter.
+        puts.under_way.insert(3, 6);
+        puts.under_way.insert(4, 7);
+        assert!(puts.can_follow(4, 7));
+        assert!(!puts.can_follow(3, 7), "it may stand in UCX's line");
+        assert!(!puts.can_follow(4, 8));
+        puts.waiting.push_back(None);
+        assert!(!puts.can_follow(4, 7), "what comes later stands in ours");
+    }
 
     #[test]
     fn a_registration_that_fails_names_the_limit() {

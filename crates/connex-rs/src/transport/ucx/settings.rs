@@ -18,6 +18,8 @@ pub struct RdmaDevice {
     pub name: String,
     /// The network interfaces that belong to it.
     pub interfaces: Vec<String>,
+    /// There is no hardware behind it (Soft-RoCE).
+    pub software: bool,
 }
 
 /// What the rules look at.
@@ -97,6 +99,8 @@ const FULL_NAMES: u32 = 17;
 /// The first version on which shared memory can be used with peer error handling: in 1.13 messages of more than 100
 /// bytes fail ("Invalid am_short_iov length").
 const SHARED_MEMORY: u32 = 16;
+/// The first version that can be told how to fence; before, a fence never waits.
+const FENCE_MODES: u32 = 14;
 /// The first version whose protocol v1 refuses puts (1.21 still makes them).
 const PUTS_NEED_V2: u32 = 22;
 /// The size of a fragment in shared memory. A piece of [`SHM_PIECE`](super::SHM_PIECE) with its heads fits one; from 60k on
@@ -169,6 +173,13 @@ fn with_rdma(add: &mut Adder<'_>) {
         "n",
         "a chain's flag must not pass its data on the way from the device to memory",
     );
+    if add.facts.version.minor >= FENCE_MODES {
+        add.plain(
+            "FENCE_MODE",
+            "weak",
+            "a fence must not wait: it is used where one lane keeps the order, and a flush elsewhere",
+        );
+    }
     if (16..19).contains(&add.facts.version.minor) {
         // Until 1.19 v2 falls back to software for one-sided transfers with error handling; v1's work there.
         add.plain(
@@ -633,6 +644,7 @@ mod tests {
         RdmaDevice {
             name: "mlx5_0:1".into(),
             interfaces: vec!["ib0".into()],
+            software: false,
         }
     }
 
@@ -831,6 +843,7 @@ mod tests {
             RdmaDevice {
                 name: "mlx5_1:1".into(),
                 interfaces: vec!["ib1".into()],
+                software: false,
             },
         ];
         facts.interface = Some("ib1".into());

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::transport::{Head, MAX_HEAD, Refuse, Source, Target};
+use crate::transport::{Fence, Head, MAX_HEAD, Refuse, Source, Target};
 
 /// Generous: the machine may be busy.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -515,6 +515,7 @@ fn keys_open_memory_and_fences_order_puts() {
     let key = a.log.frames[0].2.clone();
     let key = a.one_sided().unpack(ab, &key).expect("unpacked");
     assert!(a.one_sided().usable(ab));
+    assert!(!a.one_sided().in_order(ab), "emulated puts have no order");
 
     let base = remote.as_ptr() as u64;
     let owner = std::sync::Arc::new(());
@@ -549,7 +550,7 @@ fn keys_open_memory_and_fences_order_puts() {
         },
         2,
     );
-    a.one_sided().fence(ab);
+    a.one_sided().fence(ab, Fence::InPlace);
     a.one_sided().put(
         ab,
         key,
@@ -579,7 +580,7 @@ fn keys_open_memory_and_fences_order_puts() {
         },
         4,
     );
-    a.one_sided().fence(ab);
+    a.one_sided().fence(ab, Fence::Posted { since: 4 });
     a.one_sided().put(
         ab,
         key,
