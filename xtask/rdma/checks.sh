@@ -7,7 +7,7 @@ check() {
     local name=$1
     shift
     echo "== $name"
-    timeout -k 5 300 "$@"
+    if [ "$(type -t "$1")" = function ]; then "$@"; else timeout -k 5 300 "$@"; fi
     local status=$?
     [ $status = 0 ] || { echo "FAILED ($status): $name"; failed=1; }
 }
@@ -23,11 +23,11 @@ patiently() {
 }
 export -f patiently
 
-# Two processes, a device each, packets on the wire between them.
+# Two processes. Says whether a chain's flag was posted behind its data ("true") or after it was in place ("false").
 chains() {
-    # A client that is bound to no address finds the way to the other device only if it may use both.
-    local -x UCX_NET_DEVICES=rxe0:1,rxe1:1,eth0,eth1
-    "$CXRMA" owner --ip 10.99.0.2 --transport ucx > /tmp/owner 2>&1 &
+    local devices=$1 owner_ip=$2 follows=$3
+    local -x UCX_NET_DEVICES=$devices NO_COLOR=1
+    "$CXRMA" owner --ip "$owner_ip" --transport ucx > /tmp/owner 2>&1 &
     local owner=$!
     until grep -q -- --url /tmp/owner; do
         kill -0 $owner 2> /dev/null || { cat /tmp/owner; return 1; }
@@ -35,13 +35,28 @@ chains() {
     done
     local words
     eval "words=($(grep -o -m1 -- '--url.*' /tmp/owner))"
-    check "cxrma: a chain's flag comes after its data" \
-        bash -c 'patiently "$@"' - "$CXRMA" reader "${words[@]}" --ip 10.99.0.1 --transport ucx --verify-chain --seconds 3
+    in_order() {
+        local -x CONNEX_RS_LOG=warn,connex_rs::transport=trace
+        patiently timeout -k 5 300 "$CXRMA" reader "${words[@]}" --ip 10.99.0.1 --transport ucx --verify-chain --seconds 3 > /tmp/chains
+        local status=$?
+        grep -v 'a fence between puts' /tmp/chains
+        local behind after
+        behind=$(grep -c 'fence between puts.*follows=true' /tmp/chains)
+        after=$(grep -c 'fence between puts.*follows=false' /tmp/chains)
+        echo "flags posted behind their data: $behind, after it: $after"
+        [ $status = 0 ] || return $status
+        if [ "$follows" = true ]; then [ "$behind" -gt 0 ]; else [ "$behind" = 0 ] && [ "$after" -gt 0 ]; fi
+    }
+    check "cxrma: a chain's flag comes after its data ($devices)" in_order
     kill $owner
     wait $owner 2> /dev/null
 }
 
-chains
+# A device each, packets on the wire between them. A client that is bound to no address finds the way to the other device only if
+# it may use both, and then has two lanes.
+chains rxe0:1,rxe1:1,eth0,eth1 10.99.0.2 false
+# One lane, which keeps the order.
+chains rxe0:1,eth0 10.99.0.1 true
 export CONNEX_RS_TEST_TLS=$UCX_TLS CONNEX_RS_TEST_IP=10.99.0.1 UCX_NET_DEVICES=rxe0:1,eth0
 check "integrity and region checks" "$INTEGRITY" ucx --test-threads 1
 check "what the surface promises: refusals, signals, chains" "$SURFACE" --test-threads 1 \

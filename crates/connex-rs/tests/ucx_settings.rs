@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use connex_rs::transport::ucx::configure;
-use connex_rs::transport::ucx::settings::{Facts, plan};
+use connex_rs::transport::ucx::settings::{Facts, RdmaDevice, plan};
 use connex_ucx::{
     ConnRequest, Context, Endpoint, EpId, Event, Features, Landing, Library, Protocol, Receiver,
     Worker,
@@ -77,6 +77,9 @@ fn child() {
     let library = Library::load().expect("a UCX");
     let addr = [127, 0, 0, 1].into();
     let facts = Facts::gather(library, addr, Some("lo".into()));
+    if worker == "rdma" {
+        return with_rdma(facts);
+    }
     let plan = plan(&facts).expect("a plan");
     let home = worker == "home" && plan.shared_memory;
     let settings = if home {
@@ -108,6 +111,22 @@ fn child() {
     };
     out += &format!("LANES={lanes}\n");
     std::io::stdout().write_all(out.as_bytes()).expect("told");
+}
+
+/// The settings for a host with RDMA, but for those that only its devices take: this UCX may have none.
+fn with_rdma(mut facts: Facts) {
+    facts.rdma = vec![RdmaDevice {
+        name: "rdma0:1".into(),
+        interfaces: vec!["lo".into()],
+        software: false,
+    }];
+    facts.locked_limit = None;
+    let mut settings = plan(&facts).expect("a plan").settings;
+    settings.retain(|setting| setting.key.is_some());
+    let (config, _environment) =
+        configure(Library::load().expect("a UCX"), &settings).expect("settings");
+    let text = format!("\nMINOR={}\n{}", facts.version.minor, config.print());
+    std::io::stdout().write_all(text.as_bytes()).expect("told");
 }
 
 /// The lanes between two workers that know each other's addresses; none if UCX finds no way.
@@ -203,6 +222,17 @@ fn explicit_variables_win() {
     }
     assert!(seen.segment().contains(&(64 << 10)), "{:?}", seen.segment());
     assert_eq!(seen.number("REUSEADDR"), 0);
+}
+
+#[test]
+fn ucx_takes_the_mode_of_fences_and_an_explicit_one_wins() {
+    let seen = Seen::of("rdma", &[]);
+    // 1.13 has none, and never waits.
+    if seen.minor >= 14 {
+        assert_eq!(seen.line("UCX_FENCE_MODE"), Some("weak"));
+        let explicit = Seen::of("rdma", &[("UCX_FENCE_MODE", "strong")]);
+        assert_eq!(explicit.line("UCX_FENCE_MODE"), Some("strong"));
+    }
 }
 
 #[test]

@@ -499,6 +499,12 @@ impl Ucx {
             .unwrap_or_default();
         conn.by_hardware = lanes.iter().any(one_sided::by_hardware);
         conn.in_order = self.order.holds(&lanes);
+        tracing::debug!(
+            target: "connex_rs::transport",
+            ?lanes,
+            in_order = conn.in_order,
+            "what carries a connection"
+        );
         conn.caps = caps_of(&lanes, self.pieces);
     }
 

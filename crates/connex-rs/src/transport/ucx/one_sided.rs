@@ -315,7 +315,9 @@ impl OneSided for Ucx {
             Fence::Posted { since } => conn.in_order && conn.puts.can_follow(since, self.round),
             Fence::InPlace => false,
         };
-        if !follows || self.workers.main().fence().is_err() {
+        let follows = follows && self.workers.main().fence().is_ok();
+        tracing::trace!(target: "connex_rs::transport", follows, "a fence between puts");
+        if !follows {
             conn.puts.waiting.push_back(None);
         }
     }

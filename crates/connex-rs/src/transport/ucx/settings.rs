@@ -357,7 +357,7 @@ fn check_devices(facts: &Facts) -> Result<(), String> {
 const EAGER_RAILS: [&str; 2] = ["MAX_EAGER_RAILS", "MAX_EAGER_LANES"];
 
 /// Refuses what breaks the order of frames, on which chains, signals and messages rest (I3). Rails of other kinds of
-/// transfers are harmless: rendezvous is not used, and one-sided writes are fenced by their completions.
+/// transfers are harmless: rendezvous is not used, and one-sided writes over several lanes are fenced by their completions.
 fn check_order(facts: &Facts) -> Result<(), String> {
     for variable in EAGER_RAILS.map(|name| format!("UCX_{name}")) {
         if let Some(value) = facts.env.get(&variable)
@@ -709,6 +709,23 @@ mod tests {
         facts.rdma = vec![hca()];
         let plan = plan(&facts).expect("a plan");
         assert!(plan.one_sided && !plan.shared_memory && plan.same_host.is_empty());
+    }
+
+    #[test]
+    fn a_fence_between_writes_never_waits() {
+        let of = |minor, vars: &[(&str, &str)]| {
+            let mut facts = with(facts(minor), vars);
+            facts.rdma = vec![hca()];
+            value(&plan(&facts).expect("a plan"), "UCX_FENCE_MODE")
+        };
+        for minor in [14, 16, 19, 22] {
+            assert_eq!(of(minor, &[]).as_deref(), Some("weak"));
+            assert_eq!(of(minor, &[("UCX_FENCE_MODE", "strong")]), None);
+        }
+        // It has no modes, and its fence does not wait.
+        assert_eq!(of(13, &[]), None);
+        let without = plan(&facts(22)).expect("a plan");
+        assert_eq!(value(&without, "UCX_FENCE_MODE"), None);
     }
 
     #[test]
