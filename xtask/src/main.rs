@@ -12,6 +12,7 @@ mod client;
 mod demo;
 mod elf;
 mod fuzz;
+mod instructions;
 mod licences;
 mod place;
 mod process;
@@ -71,6 +72,8 @@ enum Chore {
     },
     /// Measures connex-rs side by side with plain sockets, ucx_perftest, Mooncake and NIXL; for an idle machine
     BenchPeers(bench_peers::Args),
+    /// Counts the instructions of operations with callgrind, and compares with bench/instructions.csv; for any machine
+    BenchInstructions(instructions::Args),
     /// Drives the real client, connex.pp of connex-ai, and kills its stages with steps in flight
     TestClient(client::Args),
     /// Runs tests over RDMA, in a small virtual machine with Soft-RoCE devices
@@ -112,6 +115,7 @@ fn run(chore: Chore) -> Result<ExitCode> {
         }
         Chore::Demo { transport } => demo::run(&place, transport)?,
         Chore::BenchPeers(args) => bench_peers::run_all(&place, &args)?,
+        Chore::BenchInstructions(args) => instructions::count(&place, &args)?,
         Chore::TestClient(args) => client::test(&place, &args)?,
         Chore::TestRdma(args) => rdma::test(&place, &args)?,
         Chore::Fuzz(args) => fuzz::fuzz(&place, &args)?,

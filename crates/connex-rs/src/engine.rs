@@ -147,7 +147,7 @@ impl Engine {
             tracing::info!(target: "connex_rs::engine", "{warning}");
             warnings.push(warning);
         }
-        Self::run_over(config, transport, Some(listen), advertised, warnings)
+        Self::run_over(config, transport, Some(listen), advertised, warnings, true)
     }
 
     /// Starts an engine over a transport that is there already, without a sentinel. For tests.
@@ -157,7 +157,14 @@ impl Engine {
     #[doc(hidden)]
     pub fn start_over(config: Config, transport: Box<dyn Transport>) -> Result<Self> {
         let advertised = transport.local_addr().ip();
-        Self::run_over(config, transport, None, advertised, Vec::new())
+        Self::run_over(config, transport, None, advertised, Vec::new(), true)
+    }
+
+    /// As [`start_over`](Self::start_over), and without a progress thread. See [`by_hand`](crate::by_hand).
+    #[cfg(by_hand)]
+    pub(crate) fn start_by_hand(config: Config, transport: Box<dyn Transport>) -> Result<Self> {
+        let advertised = transport.local_addr().ip();
+        Self::run_over(config, transport, None, advertised, Vec::new(), false)
     }
 
     fn run_over(
@@ -166,6 +173,7 @@ impl Engine {
         listen: Option<IpAddr>,
         advertised: IpAddr,
         mut warnings: Vec<String>,
+        with_thread: bool,
     ) -> Result<Self> {
         let heartbeats = config.heartbeats()?;
         let secret = config.checked_secret()?.map(<[u8]>::to_vec);
@@ -219,18 +227,7 @@ impl Engine {
                 format!("cannot watch for obituaries: {e}"),
             )
         })?;
-        let thread = std::thread::Builder::new()
-            .name("connex-progress".into())
-            .spawn({
-                let hub = hub.clone();
-                move || hub.run()
-            })
-            .map_err(|e| {
-                Error::new(
-                    ErrorKind::Transport,
-                    format!("cannot start the progress thread: {e}"),
-                )
-            })?;
+        let thread = with_thread.then(|| progress_thread(&hub)).transpose()?;
         Ok(Self(Arc::new(Handle {
             hub,
             born: fork::generation(),
@@ -240,7 +237,7 @@ impl Engine {
             closed: AtomicBool::new(false),
             urls: RwLock::default(),
             managed: Mutex::default(),
-            thread: Mutex::new(Some(thread)),
+            thread: Mutex::new(thread),
             transport: name,
             one_sided,
             warnings,
@@ -1203,6 +1200,19 @@ impl std::fmt::Debug for Transfer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Transfer({}, {:?})", self.id, self.completion.result())
     }
+}
+
+fn progress_thread(hub: &Arc<Hub>) -> Result<JoinHandle<()>> {
+    let hub = hub.clone();
+    std::thread::Builder::new()
+        .name("connex-progress".into())
+        .spawn(move || hub.run())
+        .map_err(|e| {
+            Error::new(
+                ErrorKind::Transport,
+                format!("cannot start the progress thread: {e}"),
+            )
+        })
 }
 
 /// What an operation does with its ranges.

@@ -3,6 +3,9 @@
 //!
 //! [`Engine`] is the way in. See `docs/architecture.md` in the repository for how it is built.
 
+#[cfg(by_hand)]
+#[doc(hidden)]
+pub mod by_hand;
 pub mod channel;
 mod clock;
 mod completion;

@@ -132,7 +132,7 @@ impl Hub {
         Ok(Arc::new(hub))
     }
 
-    fn transport_fd(&self) -> BorrowedFd<'_> {
+    pub(crate) fn transport_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: used only while the driver, which owns the transport and its descriptor, is held or before the
         // progress thread starts.
         unsafe { BorrowedFd::borrow_raw(self.transport_fd) }
@@ -523,6 +523,14 @@ impl Hub {
     /// Reads something that only the driver knows.
     pub(crate) fn with_driver<T>(&self, read: impl FnOnce(&Driver) -> T) -> T {
         read(&self.driver.lock())
+    }
+}
+
+#[cfg(by_hand)]
+impl Hub {
+    /// One turn, as of a thread that polls.
+    pub(crate) fn turn_by_hand(self: &Arc<Self>) -> usize {
+        self.driver.lock().turn(self)
     }
 }
 
