@@ -5,11 +5,12 @@
 //! to memory after its owner took it back.
 
 use std::any::Any;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
+use rustc_hash::FxHashMap;
 
 use crate::device::Residence;
 use crate::error::{Error, Result};
@@ -95,7 +96,8 @@ pub enum Holder {
 
 /// Counts the leases of a region and wakes whoever waits for the last one.
 struct Users {
-    holders: Mutex<HashMap<Holder, usize>>,
+    // Their keys are numbers of ours, which no peer chooses.
+    holders: Mutex<FxHashMap<Holder, usize>>,
     none: Condvar,
 }
 

@@ -16,12 +16,12 @@ mod operations;
 mod requests;
 mod tick;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use self::one_sided::KeyRange;
 use crate::channel::{Channels, Inlet, Outlet, Request};
@@ -312,7 +312,7 @@ struct Conn {
     /// How operations on it end, once the state machine has released it.
     released: Option<Error>,
     /// Operations started on it.
-    ops: HashSet<OpId>,
+    ops: FxHashSet<OpId>,
     /// Its life as a link.
     link: Option<Box<Link>>,
     /// Bytes of messages that the peer takes at first.
@@ -694,7 +694,7 @@ impl Conn {
             farewell: None,
             verdict: None,
             released: None,
-            ops: HashSet::new(),
+            ops: FxHashSet::default(),
             link: None,
             window: 0,
             far: None,
