@@ -623,11 +623,15 @@ impl Core {
         let Some(op) = self.ops.get_mut(&id) else {
             return;
         };
-        if let Some(at) = op.timer.take() {
+        let due = op.due();
+        // Posted and launched at one moment, most often.
+        if op.timer == due {
+            return;
+        }
+        if let Some(at) = std::mem::replace(&mut op.timer, due) {
             self.timers.remove(&(at, id));
         }
-        if let Some(at) = op.due() {
-            op.timer = Some(at);
+        if let Some(at) = due {
             self.timers.insert((at, id));
         }
     }
