@@ -9,6 +9,7 @@ mod options;
 pub(crate) mod tls;
 
 use std::io;
+use std::mem::MaybeUninit;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
@@ -710,18 +711,15 @@ impl Transport for Tcp {
         // A talker that never stops must not hide the others.
         self.rounds = self.rounds.wrapping_add(1);
         if self.talker.is_none() || self.rounds.is_multiple_of(ASK_EVERY) {
-            let none = epoll::Event {
-                flags: epoll::EventFlags::empty(),
-                data: epoll::EventData::new_u64(0),
-            };
-            let mut ready = [none; READY];
+            let mut ready = [const { MaybeUninit::uninit() }; READY];
             let zero = Timespec {
                 tv_sec: 0,
                 tv_nsec: 0,
             };
-            let got = epoll::wait(&self.epoll, &mut ready[..], Some(&zero)).unwrap_or(0);
-            for event in &ready[..got] {
-                n += self.handle(*event, up);
+            if let Ok((events, _)) = epoll::wait(&self.epoll, &mut ready[..], Some(&zero)) {
+                for event in events {
+                    n += self.handle(*event, up);
+                }
             }
         }
         n + self.report_gone(up)
