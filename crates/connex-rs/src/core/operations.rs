@@ -337,8 +337,12 @@ impl Core {
 
     /// Moves pieces of streams to the transport, as far as there is room. Returns how many.
     pub(crate) fn pump(&mut self, transport: &mut dyn Transport) -> usize {
+        if self.to_pump.is_empty() {
+            return 0;
+        }
         let mut n = 0;
-        for conn in std::mem::take(&mut self.to_pump) {
+        let mut conns = std::mem::take(&mut self.to_pump);
+        for conn in conns.drain(..) {
             n += self.pump_class(conn, Class::Urgent, transport);
             n += self.pump_class(conn, Class::Bulk, transport);
             if let Some(link) = self.conns.get_mut(&conn).and_then(|c| c.link.as_mut()) {
@@ -348,6 +352,9 @@ impl Core {
                 }
             }
         }
+        // The list keeps its memory.
+        conns.append(&mut self.to_pump);
+        self.to_pump = conns;
         n
     }
 

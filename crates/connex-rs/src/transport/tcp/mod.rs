@@ -457,7 +457,8 @@ impl Tcp {
 
     fn flush_dirty(&mut self) -> usize {
         let mut moved = 0;
-        for id in std::mem::take(&mut self.dirty) {
+        let mut dirty = std::mem::take(&mut self.dirty);
+        for id in dirty.drain(..) {
             if let Some(slot) = self.slots.get_mut(&id) {
                 slot.dirty = false;
                 moved += self.flush(id);
@@ -467,6 +468,9 @@ impl Tcp {
                 }
             }
         }
+        // The list keeps its memory.
+        dirty.append(&mut self.dirty);
+        self.dirty = dirty;
         moved
     }
 
