@@ -24,10 +24,6 @@ const OWN_LIMIT: usize = 32;
 /// Bytes of shared memory without which no worker is made: the peer needs one too, and others of this host have theirs.
 const SHARED_MEMORY_LEFT: u64 = 16 << 20;
 
-/// While peers of this host have workers of their own the main one is looked at in every so many rounds: its sockets cost a
-/// system call each time, shared memory costs none.
-const MAIN_EVERY: u32 = 4;
-
 /// Names a worker within its transport. Never reused.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub(super) struct WorkerId(u32);
@@ -42,7 +38,6 @@ pub(super) struct Workers {
     main: Worker,
     same_host: Option<SameHost>,
     last: WorkerId,
-    rounds: u32,
 }
 
 /// Where shared memory may be used: its context.
@@ -63,7 +58,6 @@ impl Workers {
             main: worker(context)?,
             same_host: same_host.and_then(SameHost::new),
             last: MAIN,
-            rounds: 0,
         })
     }
 
@@ -126,14 +120,10 @@ impl Workers {
         self.own.get(&id)?.event_fd().ok()
     }
 
-    /// Calls `step` with each that is to be looked at in this round; gives the sum of what it gave.
+    /// Calls `step` with each of them; gives the sum of what it gave. Each is looked at in each round, for a worker must not be slept
+    /// on with steps left that nothing but progress brings about.
     pub(super) fn each(&mut self, mut step: impl FnMut(WorkerId, &mut Worker) -> usize) -> usize {
-        self.rounds = self.rounds.wrapping_add(1);
-        let main = if self.own.is_empty() || self.rounds.is_multiple_of(MAIN_EVERY) {
-            step(MAIN, &mut self.main)
-        } else {
-            0
-        };
+        let main = step(MAIN, &mut self.main);
         let own = self.own.iter_mut().map(|(&id, worker)| step(id, worker));
         main + own.sum::<usize>()
     }
