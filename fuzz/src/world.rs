@@ -130,6 +130,11 @@ impl World {
 
 /// What an insider says first to this engine.
 pub fn hello_to(engine: &Engine, link: u64) -> (Vec<u8>, Vec<u8>) {
+    hello(engine.id(), link)
+}
+
+/// What an insider with a link of this name says first to whom it wants.
+pub fn hello(wanted: &LogicalId, link: u64) -> (Vec<u8>, Vec<u8>) {
     let who = id(100 + (link % 32) as u32);
     let greet = Greet {
         link,
@@ -141,7 +146,7 @@ pub fn hello_to(engine: &Engine, link: u64) -> (Vec<u8>, Vec<u8>) {
     };
     let greeting = Greeting {
         id: Some(who.clone()),
-        wanted: Some(engine.id().clone()),
+        wanted: Some(wanted.clone()),
         url: format!("127.0.0.1:9#{who}"),
         window: u64::MAX,
         ..Greeting::default()

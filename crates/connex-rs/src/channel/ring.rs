@@ -277,6 +277,38 @@ pub(crate) fn fuzz(at: u64, bytes: &[u8]) {
     assert_eq!(result, Ok((corr, arrays)));
 }
 
+/// Arrays by the name of their type, and their shape.
+#[cfg(fuzzing)]
+pub(crate) const SEED_ARRAYS: [(&str, &[usize]); 3] =
+    [("float32", &[2, 3]), ("bfloat16", &[4]), ("uint8", &[])];
+
+/// The first step of a channel with such arrays.
+#[cfg(fuzzing)]
+pub(crate) fn seed(arrays: &[(&str, &[usize])]) -> crate::fuzzing::FirstStep {
+    let layout = Layout::new(2, 512).expect("valid");
+    let parts: Vec<_> = arrays
+        .iter()
+        .map(|(name, shape)| {
+            let dtype = DType::from_name(name);
+            let len = expected_bytes(&dtype, shape).ok().flatten();
+            (dtype, *shape, len.expect("a known type"))
+        })
+        .collect();
+    let header = header_len(parts.iter().map(|(dtype, shape, _)| (dtype, *shape)));
+    let lens = parts.iter().map(|(_, _, len)| *len);
+    let places = layout.place(lens, header).expect("there is room");
+    let (header_at, offsets) = places.split_last().expect("the header's is there");
+    let mut slot = vec![0x5a; *header_at as usize];
+    let list = parts.iter().zip(offsets);
+    let list = list.map(|((dtype, shape, len), &offset)| (dtype, *shape, offset, *len as u64));
+    encode_header(&mut slot, 0, 17, list);
+    crate::fuzzing::FirstStep {
+        slot,
+        header_at: *header_at as u16,
+        flag: super::state::flag(0, *header_at).to_le_bytes(),
+    }
+}
+
 /// Takes numbers off the front of bytes.
 struct Cursor<'a>(&'a [u8]);
 
