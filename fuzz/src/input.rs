@@ -53,7 +53,7 @@ impl<'a> Input<'a> {
     }
 
     fn flip(&mut self) -> bool {
-        self.byte() % 2 == 0
+        self.byte().is_multiple_of(2)
     }
 
     /// Any message; its addresses are often around `base`.
@@ -160,7 +160,7 @@ impl<'a> Input<'a> {
     /// Head and body of a frame: any bytes, or a real message with any body.
     pub fn frame(&mut self, base: u64) -> (Vec<u8>, Vec<u8>) {
         let len = usize::from(self.byte());
-        let head = if self.byte() % 4 == 0 {
+        let head = if self.byte().is_multiple_of(4) {
             self.take(len % 65)
         } else {
             wire::encode(&self.message(base)).as_slice().to_vec()

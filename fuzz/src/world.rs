@@ -98,7 +98,7 @@ impl World {
     /// # Panics
     /// If it is not.
     pub fn look(&self, run: u64) {
-        if run % LOOK_EVERY != 0 {
+        if !run.is_multiple_of(LOOK_EVERY) {
             return;
         }
         // SAFETY: leaked memory on both sides.

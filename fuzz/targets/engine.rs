@@ -116,7 +116,7 @@ fuzz_target!(|data: &[u8]| {
     };
     if let Some(mut stream) = stream {
         while !input.rest().is_empty() {
-            let bytes = if input.byte() % 4 == 0 {
+            let bytes = if input.byte().is_multiple_of(4) {
                 let len = usize::from(input.byte());
                 input.take(len)
             } else {

@@ -135,7 +135,7 @@ fuzz_target!(|data: &[u8]| {
     }
     let mut input = Input::new(data);
     let mut stranger = Stranger::new(port);
-    if input.byte() % 4 != 0 {
+    if !input.byte().is_multiple_of(4) {
         stranger.link(world, run);
     }
     while !input.rest().is_empty() && !stranger.over {
