@@ -4,6 +4,11 @@ export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 mkdir -p /dev/pts /dev/shm
 mount -t devpts d /dev/pts
 mount -t tmpfs s /dev/shm
+# The project's files, where the root is not the system's own.
+while read -r tag path; do
+    mkdir -p "$path"
+    mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000,ro,cache=loose "$tag" "$path"
+done < /job/shares
 ulimit -l unlimited
 ulimit -n 65536
 hostname rdma

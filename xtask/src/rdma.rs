@@ -2,7 +2,8 @@
 //!
 //! A small virtual machine (qemu, software emulation, a distribution's kernel) runs over this machine's own files, read-only
 //! under a writable layer. It has two Soft-RoCE devices, one at each end of a virtual cable, and a UCX with verbs. Programs are
-//! built here and run there; their exit status comes back.
+//! built here and run there; their exit status comes back. With `--suite` it runs over a root made of another release's packages
+//! instead, for the UCX of that release.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -18,6 +19,7 @@ use crate::rust::PROFILE;
 use crate::system;
 
 const IMAGE: &str = include_str!("../rdma/image.sh");
+const SUITE: &str = include_str!("../rdma/suite.sh");
 const INIT: &str = include_str!("../rdma/init.sh");
 const GUEST: &str = include_str!("../rdma/guest.sh");
 const CHECKS: &str = include_str!("../rdma/checks.sh");
@@ -46,6 +48,9 @@ pub(crate) struct Args {
     /// A folder with another UCX with verbs (libucp.so.0 and what it needs), instead of the distribution's
     #[arg(long)]
     ucx: Option<PathBuf>,
+    /// Another release of this distribution (trixie, sid), whose own root and UCX the machine has instead of this system's
+    #[arg(long, conflicts_with = "ucx", value_parser = suite_name)]
+    suite: Option<String>,
     /// Shows the kernel's messages when the machine has ended
     #[arg(long)]
     console: bool,
@@ -59,13 +64,16 @@ pub(crate) struct Args {
 /// If something is missing, or if the command there does not end with 0.
 pub(crate) fn test(place: &Place, args: &Args) -> Result<()> {
     let image = image(place)?;
+    let root = match &args.suite {
+        Some(suite) => Root::Suite(suite_root(place, suite)?),
+        None => Root::System,
+    };
     let binaries = binaries(place, &args.cargo_profile)?;
     let mut job = String::from("set -u\n");
     for (name, path) in &binaries {
         job += &format!("export {name}={}\n", quoted(path)?);
     }
-    let root = quoted(&place.root)?;
-    job += &format!("cd {root}\n");
+    job += &format!("cd {}\n", quoted(&place.root)?);
     let ucx = match &args.ucx {
         Some(dir) => fs::canonicalize(dir).with_context(|| format!("--ucx {}", dir.display()))?,
         None => PathBuf::from(format!("/usr/lib/{}-linux-gnu", std::env::consts::ARCH)),
@@ -77,6 +85,7 @@ pub(crate) fn test(place: &Place, args: &Args) -> Result<()> {
     job += args.shell.as_deref().unwrap_or(CHECKS);
     Machine {
         image: &image,
+        root,
         args,
     }
     .run(place, &job)
@@ -91,18 +100,46 @@ fn image(place: &Place) -> Result<PathBuf> {
     );
     tools(place)?;
     let dir = place.target.join("rdma");
-    let recipe = format!("{IMAGE}\n{INIT}");
+    made_once(&dir, &format!("{IMAGE}\n{INIT}"), || {
+        fs::write(dir.join("image.sh"), IMAGE)?;
+        fs::write(dir.join("init.sh"), INIT)?;
+        run(command(place, "bash").arg(dir.join("image.sh")).arg(&dir))
+    })?;
+    Ok(dir)
+}
+
+/// The root made of a suite's packages. To have newer packages of it, its folder is deleted.
+fn suite_root(place: &Place, suite: &str) -> Result<PathBuf> {
+    let dir = place.target.join("rdma").join(format!("suite-{suite}"));
+    made_once(&dir, SUITE, || {
+        let script = dir.join("suite.sh");
+        fs::write(&script, SUITE)?;
+        run(command(place, "bash").arg(script).arg(&dir).arg(suite))
+    })?;
+    Ok(dir.join("root"))
+}
+
+/// A suite's name becomes part of a path and of apt's sources.
+fn suite_name(text: &str) -> Result<String, String> {
+    let word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+    if !text.is_empty() && text.chars().all(word) {
+        Ok(text.to_owned())
+    } else {
+        Err("a suite's name is lower-case letters, digits and hyphens".into())
+    }
+}
+
+/// Makes what belongs into `dir`, if it is not there or its recipe has changed.
+fn made_once(dir: &Path, recipe: &str, make: impl FnOnce() -> Result<()>) -> Result<()> {
     let made = dir.join("made-by");
     if fs::read_to_string(&made).is_ok_and(|text| text == recipe) {
-        return Ok(dir);
+        return Ok(());
     }
-    fs::create_dir_all(&dir)?;
+    fs::create_dir_all(dir)?;
     let _ = fs::remove_file(&made);
-    fs::write(dir.join("image.sh"), IMAGE)?;
-    fs::write(dir.join("init.sh"), INIT)?;
-    run(command(place, "bash").arg(dir.join("image.sh")).arg(&dir))?;
+    make()?;
     fs::write(made, recipe)?;
-    Ok(dir)
+    Ok(())
 }
 
 /// The programs that make and run the machine, installed where we may.
@@ -171,9 +208,18 @@ fn binaries(place: &Place, profile: &str) -> Result<BTreeMap<&'static str, PathB
     Ok(found)
 }
 
+/// What the machine has as its root, under the writable layer.
+enum Root {
+    /// This system's, with the image's extra files over it.
+    System,
+    /// One of its own. This project's files are shared with it.
+    Suite(PathBuf),
+}
+
 /// One run of the virtual machine.
 struct Machine<'a> {
     image: &'a Path,
+    root: Root,
     args: &'a Args,
 }
 
@@ -235,8 +281,13 @@ impl Machine<'_> {
         let share = |path: &str, tag: &str, more: &str| {
             format!("local,path={path},mount_tag={tag},security_model=none,multidevs=remap{more}")
         };
-        let extra = path(self.image.join("extra"))?;
         let job = path(dir.to_path_buf())?;
+        let (root, extra) = match &self.root {
+            Root::System => (path("/".into())?, self.image.join("extra")),
+            Root::Suite(root) => (path(root.clone())?, dir.join("nothing")),
+        };
+        fs::create_dir_all(dir.join("nothing"))?;
+        let extra = path(extra)?;
         let mut qemu = command(place, "qemu-system-x86_64");
         qemu.args("-nodefaults -no-user-config -display none -no-reboot -machine q35 -cpu max".split(' '))
             .args(["-accel", "tcg,thread=multi", "-m", "2048"])
@@ -254,9 +305,18 @@ impl Machine<'_> {
             .args(["-device", "virtio-serial-pci"])
             .args(["-chardev", &format!("file,id=o,path={job}/output")])
             .args(["-device", "virtserialport,chardev=o,name=out"])
-            .args(["-virtfs", &share("/", "root", ",readonly=on")])
+            .args(["-virtfs", &share(&root, "root", ",readonly=on")])
             .args(["-virtfs", &share(&extra, "extra", ",readonly=on")])
             .args(["-virtfs", &share(&job, "job", "")]);
+        // The guest mounts each at its own path; a target folder within the project comes after it.
+        let mut places = String::new();
+        if matches!(self.root, Root::Suite(_)) {
+            for (tag, at) in [("project", &place.root), ("target", &place.target)] {
+                qemu.args(["-virtfs", &share(&path(at.clone())?, tag, ",readonly=on")]);
+                places += &format!("{tag} {}\n", at.display());
+            }
+        }
+        fs::write(dir.join("shares"), places)?;
         Ok(qemu)
     }
 }
