@@ -148,6 +148,15 @@ impl Reader {
         assert!(rest.iter().all(|b| *b == !pattern), "beyond {len} bytes");
     }
 
+    /// Writes `pattern` into the first `len` bytes.
+    fn write(&self, owner: &Owner, len: usize, pattern: u8) {
+        // SAFETY: the buffer has SIZE bytes, and no transfer is under way.
+        unsafe { std::ptr::write_bytes(self.here as *mut u8, pattern, len) };
+        let there = owner.addr as usize;
+        let code = common::write(&self.engine, &owner.url, self.here, there, len, LONG);
+        assert_eq!(code, 0, "{len} bytes");
+    }
+
     /// The link is there and moves bytes without the other process.
     fn expect_one_sided(&self) {
         let stats = self.engine.stats();
@@ -166,7 +175,7 @@ impl Reader {
 
 #[test]
 #[ignore = "needs an RDMA device: cargo xtask test-rdma"]
-fn a_stopped_owner_is_read_all_the_same() {
+fn a_stopped_owner_is_read_and_written_all_the_same() {
     let owner = Owner::start(0, PATTERN);
     let reader = Reader::start();
     reader.reach(&owner);
@@ -177,8 +186,12 @@ fn a_stopped_owner_is_read_all_the_same() {
     for len in [8, 4096, 100_000, SIZE] {
         reader.read(&owner, len, PATTERN);
     }
+    for (len, pattern) in [(8, 1), (4096, 2), (100_000, 3), (SIZE, 4)] {
+        reader.write(&owner, len, pattern);
+        reader.read(&owner, len, pattern);
+    }
     owner.signal(libc::SIGCONT);
-    reader.read(&owner, 8, PATTERN);
+    reader.read(&owner, 8, 4);
     assert_eq!(reader.keys(), (1, 1), "one key for one region");
 }
 

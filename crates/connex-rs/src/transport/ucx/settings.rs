@@ -103,6 +103,9 @@ const SHARED_MEMORY: u32 = 16;
 const FENCE_MODES: u32 = 14;
 /// The first version whose protocol v1 refuses puts (1.21 still makes them).
 const PUTS_NEED_V2: u32 = 22;
+/// Versions whose protocol v2 falls back to software for one-sided transfers with error handling: the owner's process takes part in
+/// each. v1's work there.
+pub(super) const V2_EMULATES: std::ops::Range<u32> = 16..19;
 /// The size of a fragment in shared memory. A piece of [`SHM_PIECE`](super::SHM_PIECE) with its heads fits one; from 60k on
 /// it is slow or corrupts data.
 const SHM_SEGMENT: &str = "17408";
@@ -159,6 +162,13 @@ pub fn plan(facts: &Facts) -> Result<Plan, String> {
             facts.rdma_text()
         ));
     }
+    if plan.one_sided && asks_for_v2(facts) && V2_EMULATES.contains(&facts.version.minor) {
+        plan.warnings.push(format!(
+            "UCX_PROTO_ENABLE=y: protocol v2 of UCX {} emulates one-sided transfers over RDMA in software, so they wait for the \
+             owner's process and fail while it is stopped: unset it",
+            facts.version
+        ));
+    }
     Ok(plan)
 }
 
@@ -180,8 +190,7 @@ fn with_rdma(add: &mut Adder<'_>) {
             "a fence must not wait: it is used where one lane keeps the order, and a flush elsewhere",
         );
     }
-    if (16..19).contains(&add.facts.version.minor) {
-        // Until 1.19 v2 falls back to software for one-sided transfers with error handling; v1's work there.
+    if V2_EMULATES.contains(&add.facts.version.minor) {
         add.plain(
             "PROTO_ENABLE",
             "n",
@@ -288,11 +297,15 @@ fn everywhere(add: &mut Adder<'_>, tls: &Allowed, one_sided: bool) {
             "over several devices at a time messages overtake each other; a file of UCX's settings may say otherwise",
         );
     }
-    add.manager(
-        "TCP_CM_REUSEADDR",
-        "y",
-        "a restarted process can listen on its port again at once",
-    );
+    // UCX warns of a setting of a connection manager that it is told not to use.
+    let managers = add.facts.env.get("UCX_SOCKADDR_TLS_PRIORITY");
+    if managers.is_none_or(|list| list.trim() != "rdmacm") {
+        add.manager(
+            "TCP_CM_REUSEADDR",
+            "y",
+            "a restarted process can listen on its port again at once",
+        );
+    }
     pin_devices(add, one_sided);
 }
 
@@ -376,22 +389,24 @@ fn check_order(facts: &Facts) -> Result<(), String> {
 fn check_protocol(facts: &Facts, one_sided: bool) -> Result<(), String> {
     let version = facts.version;
     let asked = facts.env.get("UCX_PROTO_ENABLE").map(|value| value.trim());
-    let (yes, no) = (
-        matches!(asked, Some("y" | "yes" | "on" | "1")),
-        matches!(asked, Some("n" | "no" | "off" | "0")),
-    );
+    let no = matches!(asked, Some("n" | "no" | "off" | "0"));
     if one_sided && no && version.minor >= PUTS_NEED_V2 {
         return Err(format!(
             "UCX_PROTO_ENABLE=n: UCX {version} cannot write over RDMA with protocol v1, so no data could be in place before its flag: unset it, or set it to y"
         ));
     }
-    if yes && version.minor < SHARED_MEMORY {
+    if asks_for_v2(facts) && version.minor < SHARED_MEMORY {
         return Err(format!(
             "UCX_PROTO_ENABLE=y: protocol v2 of UCX {version} ends the process when it connects: unset it, or use UCX {}.{SHARED_MEMORY} or newer",
             version.major
         ));
     }
     Ok(())
+}
+
+fn asks_for_v2(facts: &Facts) -> bool {
+    let asked = facts.env.get("UCX_PROTO_ENABLE").map(|value| value.trim());
+    matches!(asked, Some("y" | "yes" | "on" | "1"))
 }
 
 /// Refuses RDMA where UCX would not even get its own buffers.
@@ -919,6 +934,34 @@ mod tests {
     }
 
     #[test]
+    fn a_protocol_that_emulates_rdma_is_told() {
+        let warnings = |minor, value| {
+            let mut facts = with(facts(minor), &[("UCX_PROTO_ENABLE", value)]);
+            facts.rdma = vec![hca()];
+            plan(&facts).expect("a plan").warnings
+        };
+        for minor in [16, 18] {
+            let told = warnings(minor, "y");
+            assert!(told.len() == 1 && told[0].contains("unset it"), "{told:?}");
+            assert!(warnings(minor, "n").is_empty());
+        }
+        assert!(warnings(22, "y").is_empty());
+        // Without RDMA nothing is emulated.
+        let tcp = with(facts(18), &[("UCX_PROTO_ENABLE", "y")]);
+        assert!(plan(&tcp).expect("a plan").warnings.is_empty());
+    }
+
+    #[test]
+    fn tcp_s_connection_manager_is_set_where_it_is_used() {
+        let reuse = |list| {
+            let facts = with(facts(18), &[("UCX_SOCKADDR_TLS_PRIORITY", list)]);
+            value(&plan(&facts).expect("a plan"), "UCX_TCP_CM_REUSEADDR")
+        };
+        assert_eq!(reuse("rdmacm"), None);
+        assert_eq!(reuse("rdmacm,tcp").as_deref(), Some("y"));
+    }
+
+    #[test]
     fn rdma_without_locked_memory_is_refused_with_the_way_out() {
         let mut facts = facts(22);
         facts.locked_limit = Some(8 << 20);
@@ -952,6 +995,8 @@ mod tests {
             value(&plan(&facts).expect("a plan"), "UCX_PROTO_ENABLE")
         };
         assert_eq!(proto(16).as_deref(), Some("n"));
+        // Seen on 1.18.1: with v2 a stopped owner is not read, with v1 it is.
+        assert_eq!(proto(18).as_deref(), Some("n"));
         assert_eq!(proto(13), None);
         // v1 cannot put on 1.22.
         assert_eq!(proto(22), None);
