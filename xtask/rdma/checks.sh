@@ -2,6 +2,10 @@
 export UCX_TLS=rc_verbs,ud_verbs,self UCX_SOCKADDR_TLS_PRIORITY=rdmacm
 # UCX 1.13 takes the packets of Soft-RoCE for strangers' otherwise.
 export UCX_UD_VERBS_ETH_DGID_CHECK=n UCX_WARN_UNUSED_ENV_VARS=n
+ls "$CONNEX_RS_UCX"/ucx/libuct_ib.so* > /dev/null 2>&1 || {
+    echo "the UCX in $CONNEX_RS_UCX is built without verbs: there is nothing to check over RDMA. Use another --suite, or --ucx"
+    exit 1
+}
 failed=0
 check() {
     local name=$1
