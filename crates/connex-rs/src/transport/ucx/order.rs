@@ -37,7 +37,8 @@ impl Order {
         let weak = facts.env.get("UCX_FENCE_MODE");
         let no_wait = weak.is_none_or(|mode| mode.trim().eq_ignore_ascii_case("weak"));
         let by_hardware = says("PREFER_OFFLOAD").is_none_or(|said| said == Said::Yes)
-            && !(V2_EMULATES.contains(&minor) && says("PROTO_ENABLE").is_some_and(|s| s != Said::No));
+            && !(V2_EMULATES.contains(&minor)
+                && says("PROTO_ENABLE").is_some_and(|s| s != Said::No));
         // A name for one transport or device alone would win over the general one.
         let routed = facts.env.keys().any(|name| {
             let general = name == "UCX_IB_AR_ENABLE";
