@@ -1,7 +1,7 @@
 //! What `cargo xtask bench-instructions` runs under callgrind: an operation over the built-in transport on loopback, many times. Both engines are in
 //! this process and driven by hand, so that the same instructions run each time.
 //!
-//! The functions of [`sides`] are what is counted: what runs outside of them is set-up or the measurement's own.
+//! The functions of `sides` are what is counted: what runs outside of them is set-up or the measurement's own.
 
 // A program for scripts: its output is its purpose.
 #![allow(clippy::print_stderr)]
