@@ -172,6 +172,7 @@ fn messages() -> Vec<(&'static str, Message)> {
                 base: addr,
                 len,
                 min: 1,
+                ordered: false,
             },
         ),
         ("key-drop", Message::KeyDrop { base: addr }),
