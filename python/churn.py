@@ -29,6 +29,9 @@ import connex_rs
 # What one life may take to come up on a busy host.
 PATIENCE_S = 60
 
+# The number of open files is settled when it did not change for this long.
+SETTLED_S = 0.5
+
 LIFE = """
 import sys, time
 import connex_rs
@@ -96,6 +99,22 @@ class Survivor:
     def close(self):
         self.engine.close()
         self.thread.join()
+
+
+def settled_resources():
+    """What this process holds once the last death is dealt with.
+
+    A death is told before its sockets are closed, so a look right after it would count those too.
+    """
+    until = time.monotonic() + PATIENCE_S
+    seen, since = resources(), time.monotonic()
+    while time.monotonic() - since < SETTLED_S and time.monotonic() < until:
+        time.sleep(SETTLED_S / 10)
+        now = resources()
+        if now["descriptors"] != seen["descriptors"]:
+            since = time.monotonic()
+        seen = now
+    return seen
 
 
 def resources():
@@ -175,7 +194,7 @@ def main():
             took, port = live_and_die(url, options, port, survivor, count)
             up_ms.append(took)
             if before is None:
-                before = resources()
+                before = settled_resources()
             if sys.stderr.isatty():
                 print(f"\r{count + 1} of {options.times}", end="", file=sys.stderr, flush=True)
         report = {"lives": options.times, "up_ms": {"median": median(up_ms), "worst": max(up_ms)}}
@@ -188,7 +207,7 @@ def main():
                     "worst": max(survivor.seen_ms),
                 },
                 "after_the_first_life": before,
-                "at_the_end": resources(),
+                "at_the_end": settled_resources(),
                 "stats": survivor.engine.stats(),
             }
     finally:
