@@ -6,7 +6,7 @@ use anyhow::{Context as _, bail};
 use connex_rs::{Engine, Range, SentinelState, now_ns};
 
 use crate::cli::PeersArgs;
-use crate::control::Peer;
+use crate::control::{PATIENCE, Peer};
 use crate::pattern;
 
 /// Model name of all of them.
@@ -89,11 +89,11 @@ pub(crate) fn chain(engine: &Engine, peer: &Peer) -> anyhow::Result<()> {
     // SAFETY: the page lives, untouched, until the chain has ended: `wait` has no other end but that, for `cancel`
     // returns only then too.
     let chain = unsafe { engine.put_chain(&peer.url, &ranges, None) }?;
-    match chain.wait(Some(crate::control::PATIENCE)) {
+    match chain.wait(Some(PATIENCE)) {
         Some(result) => Ok(result?),
         None => {
             chain.cancel();
-            anyhow::bail!("a chain did not end within {:?}", crate::control::PATIENCE)
+            anyhow::bail!("a chain did not end within {PATIENCE:?}")
         }
     }
 }
@@ -127,22 +127,25 @@ impl Page {
     }
 }
 
-/// Waits until a sentinel watches: it is started with the first engine, and takes some milliseconds.
-fn wait_for_sentinel(engines: &[Engine]) -> anyhow::Result<()> {
+/// Waits until the sentinel has been started, which takes some milliseconds from the first engine on, or has not.
+fn await_sentinel(engines: &[Engine]) -> anyhow::Result<SentinelState> {
     let start = Instant::now();
+    let mut last = SentinelState::Off;
     for engine in engines {
         loop {
-            match engine.stats().sentinel {
-                SentinelState::Running { .. } => break,
-                SentinelState::Starting if start.elapsed() < crate::control::PATIENCE => {
+            last = engine.stats().sentinel;
+            match last {
+                SentinelState::Starting if start.elapsed() < PATIENCE => {
                     std::thread::sleep(Duration::from_millis(1));
                 }
-                SentinelState::Unavailable { reason } => bail!("there is no sentinel: {reason}"),
-                state => bail!("there is no sentinel: it is {}", state.name()),
+                SentinelState::Starting => {
+                    bail!("the sentinel does not start within {PATIENCE:?}")
+                }
+                _ => break,
             }
         }
     }
-    Ok(())
+    Ok(last)
 }
 
 /// Runs small engines in this process until standard input ends: a victim, or bystanders, of `cxrma faults`.
@@ -156,10 +159,12 @@ pub(crate) fn run(args: &PeersArgs) -> anyhow::Result<()> {
     let ballast = vec![1u8; args.ballast];
     let started = start(args)?;
     let (engines, offers): (Vec<Engine>, Vec<Peer>) = started.into_iter().unzip();
-    if args.stall_ms > 0 {
-        wait_for_sentinel(&engines)?;
-    }
     println!("{}", serde_json::to_string(&offers)?);
+    let sentinel = await_sentinel(&engines)?;
+    if args.stall_ms > 0 && !matches!(sentinel, SentinelState::Running { .. }) {
+        bail!("there is no sentinel to tell of a stall: {sentinel:?}");
+    }
+    println!("sentinel {}", sentinel.name());
     std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())?;
     std::hint::black_box(&ballast);
     for engine in engines {

@@ -40,7 +40,8 @@ pub(super) struct Victim {
     pid: Pid,
     /// Open while it is to live.
     _stdin: Option<ChildStdin>,
-    ready: Receiver<String>,
+    /// What it says: its engines, and then that its sentinel has been started.
+    lines: Receiver<String>,
     listener: Option<std::thread::JoinHandle<()>>,
     /// When it was started, CLOCK_MONOTONIC nanoseconds.
     pub(super) spawned_ns: u64,
@@ -73,14 +74,10 @@ impl Victim {
         let pid = Pid::from_child(&child);
         let stdin = child.stdin.take();
         let stdout = child.stdout.take().context("a process without output")?;
-        let (said, ready) = channel();
+        let (said, lines) = channel();
         let listener = std::thread::spawn(move || {
-            let mut line = String::new();
             // Nothing is said by a process that failed; the receiver then sees a closed channel.
-            if BufReader::new(stdout)
-                .read_line(&mut line)
-                .is_ok_and(|n| n > 0)
-            {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                 let _ = said.send(line);
             }
         });
@@ -88,7 +85,7 @@ impl Victim {
             child,
             pid,
             _stdin: stdin,
-            ready,
+            lines,
             listener: Some(listener),
             spawned_ns,
         })
@@ -96,11 +93,18 @@ impl Victim {
 
     /// Its engines, once they are up.
     pub(super) fn peers(&self) -> anyhow::Result<Vec<Peer>> {
-        let line = self
-            .ready
+        Ok(serde_json::from_str(&self.line()?)?)
+    }
+
+    /// Waits until its sentinel watches, if it is to have one. Call it once, after [`peers`](Self::peers).
+    pub(super) fn settle(&self) -> anyhow::Result<()> {
+        self.line().map(drop)
+    }
+
+    fn line(&self) -> anyhow::Result<String> {
+        self.lines
             .recv_timeout(START)
-            .context("a process did not start; if it said why, it is above")?;
-        Ok(serde_json::from_str(&line)?)
+            .context("a process did not start; if it said why, it is above")
     }
 
     /// Sends SIGKILL; returns the time just before.

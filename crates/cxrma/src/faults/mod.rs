@@ -213,6 +213,7 @@ impl<'a> Lab<'a> {
                 read(survivor, &peer, &mut page)?;
                 drain(survivor);
             }
+            victim.settle()?;
             std::thread::sleep(QUIET);
             let killed = victim.kill()?;
             for survivor in &engines {
@@ -300,6 +301,7 @@ impl<'a> Lab<'a> {
             let peer = only(victim.peers()?)?;
             read(&survivor, &peer, &mut page)?;
             drain(&survivor);
+            victim.settle()?;
             let stopped = victim.stop()?;
             let id = peer.url.parse::<PeerUrl>()?.id;
             let loss = wait_loss(&survivor, &id)?;
