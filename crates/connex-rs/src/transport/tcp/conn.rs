@@ -25,8 +25,8 @@ const GATHER: usize = 128;
 const READ_BUDGET: usize = 2 << 20;
 /// A body with at least this much left is received straight into its place, if that is aligned.
 const DIRECT: usize = 64 << 10;
-/// `recv` into a place that is not aligned to this runs at half the speed (FACTS): such bodies go
-/// through the shared hot buffer.
+/// `recv` into a place that is not aligned to this runs at half the speed on some processors: such bodies go through the shared
+/// hot buffer.
 const ALIGNED: usize = 64;
 
 /// A frame on its way out.
@@ -136,6 +136,9 @@ pub(super) struct Conn {
     bulk_bytes: usize,
     reading: Reading,
     start: Vec<u8>,
+    /// While large bodies come, the length of the prefix and head that the next one is likely to have: no more is then read
+    /// than those, so that its body goes straight into its place, all of it.
+    next_start: Option<usize>,
 }
 
 impl Conn {
@@ -151,6 +154,7 @@ impl Conn {
             bulk_bytes: 0,
             reading: Reading::Start,
             start: Vec::new(),
+            next_start: None,
         }
     }
 
@@ -410,7 +414,8 @@ impl Conn {
         if let Reading::Memory { target, filled } = &mut self.reading {
             let left = target.len - *filled;
             let at = target.ptr.wrapping_add(*filled);
-            if left >= DIRECT && (at as usize).is_multiple_of(ALIGNED) {
+            // The place decides, not how far it is filled: the kernel's pieces end anywhere, also within one call.
+            if left >= DIRECT && (target.ptr as usize).is_multiple_of(ALIGNED) {
                 // SAFETY: `at` and the `left` bytes after it lie in the target, which its lease keeps valid.
                 let io = unsafe { recv(self.socket.as_raw_fd(), at, left) }.map_err(Broken::Io)?;
                 if let Io::Moved(n) = io {
@@ -425,6 +430,11 @@ impl Conn {
         }
         // What is wanted beyond a body in progress may be the start of the next frames: read all
         // there is, unless the rest of a long body would be better received directly.
+        let len = match self.reading {
+            Reading::Start if self.start.is_empty() => self.next_start.unwrap_or(hot.len()),
+            _ => hot.len(),
+        };
+        let hot = &mut hot[..len];
         // SAFETY: `hot` is a valid buffer of that length.
         let io = unsafe { recv(self.fd(), hot.as_mut_ptr(), hot.len()) }.map_err(Broken::Io)?;
         if let Io::Moved(n) = io {
@@ -511,6 +521,7 @@ impl Conn {
 
     /// A head is complete: asks where the body goes.
     fn open(&mut self, head: &[u8], len: usize, up: &mut dyn Upcalls) -> Result<(), Broken> {
+        self.next_start = (len >= DIRECT).then_some(PREFIX + head.len());
         let place = up
             .frame(self.id, head, len)
             .map_err(|Refuse(why)| Broken::Protocol(why))?;
