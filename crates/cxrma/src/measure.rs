@@ -321,22 +321,26 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
+    /// Every depth goes through the same memory, as much as the deepest one has in flight: with less of it one depth would be
+    /// measured in the processor's cache and another out of it.
     fn stream(&mut self, bytes: usize) -> anyhow::Result<()> {
+        let depths: Vec<usize> = self.args.depths.iter().map(|&d| d.into()).collect();
+        let places = depths.iter().copied().max().unwrap_or(1);
         for op in Op::BOTH {
-            for depth in self.args.depths.clone().into_iter().map(usize::from) {
-                let seed = self.prepare(op, bytes, depth)?;
+            for &depth in &depths {
+                let seed = self.prepare(op, bytes, places)?;
                 let warm = Repeat {
-                    iterations: depth as u64 * 2,
+                    iterations: places as u64 * 2,
                     budget: self.repeat.budget,
                 };
-                self.flow(op, bytes, depth, warm)?;
-                self.verify("stream", op, bytes, depth, seed)?;
+                self.flow(op, bytes, depth, places, warm)?;
+                self.verify("stream", op, bytes, places, seed)?;
                 let enough = Repeat {
-                    iterations: self.repeat.iterations.max(depth as u64),
+                    iterations: self.repeat.iterations.max(places as u64),
                     budget: self.repeat.budget,
                 };
-                let (count, took) = self.flow(op, bytes, depth, enough)?;
-                self.verify("stream", op, bytes, depth, seed)?;
+                let (count, took) = self.flow(op, bytes, depth, places, enough)?;
+                self.verify("stream", op, bytes, places, seed)?;
                 let seconds = took.as_secs_f64();
                 self.results.push(Row::Stream {
                     op,
@@ -351,20 +355,21 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Keeps `depth` transfers in flight; returns how many there were and how long all took.
+    /// Keeps `depth` transfers in flight, each in the next of `places`; returns how many there were and how long all took.
     fn flow(
         &self,
         op: Op,
         bytes: usize,
         depth: usize,
+        places: usize,
         repeat: Repeat,
     ) -> anyhow::Result<(u64, Duration)> {
         let mut flying: VecDeque<Transfer> = VecDeque::with_capacity(depth);
         let mut posted = 0;
         let start = Instant::now();
         loop {
-            while flying.len() < depth && (posted < depth as u64 || repeat.more(posted, start)) {
-                flying.push_back(self.post(op, bytes, posted as usize % depth)?);
+            while flying.len() < depth && (posted < places as u64 || repeat.more(posted, start)) {
+                flying.push_back(self.post(op, bytes, posted as usize % places)?);
                 posted += 1;
             }
             let Some(oldest) = flying.pop_front() else {
