@@ -248,7 +248,7 @@ fn a_worker_for_a_peer_of_this_host_shares_memory_and_an_explicit_no_is_heeded()
         "the queue of all is not shared"
     );
     if able {
-        assert!(seen.segment().contains(&50176), "{:?}", seen.segment());
+        assert!(seen.segment().contains(&17408), "{:?}", seen.segment());
         let no = [ask, ("UCX_MM_ERROR_HANDLING", "n")];
         assert!(!posix(&Seen::of("home", &no)));
         for variable in ["UCX_POSIX_SEG_SIZE", "UCX_MM_SEG_SIZE"] {

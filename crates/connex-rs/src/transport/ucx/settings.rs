@@ -108,11 +108,11 @@ const PUTS_NEED_V2: u32 = 22;
 pub(super) const V2_EMULATES: std::ops::Range<u32> = 16..19;
 /// The size of a fragment in shared memory. A piece of [`SHM_PIECE`](super::SHM_PIECE) with its heads fits one; from 60k on
 /// it is slow or corrupts data.
-const SHM_SEGMENT: &str = "50176";
+const SHM_SEGMENT: &str = "17408";
 /// Fragments in the queue of a worker with one peer.
-const SHM_QUEUE: &str = "32";
+const SHM_QUEUE: &str = "64";
 /// Fragments for which memory is made at a time.
-const SHM_BUFFERS: &str = "48";
+const SHM_BUFFERS: &str = "96";
 
 /// Decides the settings.
 ///

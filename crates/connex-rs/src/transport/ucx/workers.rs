@@ -17,7 +17,7 @@ use connex_ucx::{Context, Event, Worker};
 use super::kind;
 use crate::host;
 
-/// How many peers of this host get a worker of their own: each costs 2.4 MB of `/dev/shm`, some descriptors, and a look at
+/// How many peers of this host get a worker of their own: each costs 1.7 MB of `/dev/shm`, some descriptors, and a look at
 /// each round. Further ones are reached over TCP.
 const OWN_LIMIT: usize = 32;
 
