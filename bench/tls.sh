@@ -37,7 +37,10 @@ round() {
         exec "$program" owner --ip 127.0.0.1 --transport tcp --large --json >"$dir/offer"
     ) 2>>"$dir/log" &
     owner=$!
-    until [ -s "$dir/offer" ]; do sleep 0.1; done
+    until [ -s "$dir/offer" ]; do
+        kill -0 "$owner" || { cat "$dir/log" >&2; exit 1; }
+        sleep 0.1
+    done
     url=$(sed 's/.*"url":"\([^"]*\)".*/\1/' "$dir/offer")
     addr=$(sed 's/.*"addr":"\{0,1\}\([^",}]*\).*/\1/' "$dir/offer")
     # A reader's replica is its process id.

@@ -343,6 +343,11 @@ const SIZES: [usize; 7] = [
 const STEPS: [usize; 3] = [64 << 10, 1 << 20, 16 << 20];
 
 impl MeasureArgs {
+    /// The most transfers in flight at a time.
+    pub(crate) fn deepest(&self) -> usize {
+        self.depths.iter().copied().max().unwrap_or(1).into()
+    }
+
     /// The sizes, in order.
     pub(crate) fn sizes(&self) -> Vec<usize> {
         let mut sizes = if self.sizes.is_empty() {

@@ -83,8 +83,7 @@ impl<'a> Session<'a> {
         for bytes in args.sizes() {
             need = need.max(stride(bytes) + 2 * 4096);
             if args.wants(What::Stream) {
-                let depth = args.depths.iter().copied().max().unwrap_or(1);
-                need = need.max(stride(bytes).saturating_mul(usize::from(depth)));
+                need = need.max(stride(bytes).saturating_mul(args.deepest()));
             }
         }
         if args.wants(What::Batch) {
@@ -324,10 +323,9 @@ impl<'a> Session<'a> {
     /// Every depth goes through the same memory, as much as the deepest one has in flight: with less of it one depth would be
     /// measured in the processor's cache and another out of it.
     fn stream(&mut self, bytes: usize) -> anyhow::Result<()> {
-        let depths: Vec<usize> = self.args.depths.iter().map(|&d| d.into()).collect();
-        let places = depths.iter().copied().max().unwrap_or(1);
+        let places = self.args.deepest();
         for op in Op::BOTH {
-            for &depth in &depths {
+            for depth in self.args.depths.clone().into_iter().map(usize::from) {
                 let seed = self.prepare(op, bytes, places)?;
                 let warm = Repeat {
                     iterations: places as u64 * 2,
