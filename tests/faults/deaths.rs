@@ -275,13 +275,20 @@ fn two_hundred_clients_at_once(net: Net) {
     });
 }
 
+/// The path of a peer with which memory is shared.
+const SHARED: &str = "ucx:sysv";
+
 fn little_shared_memory_and_other_process_namespaces(net: Net) {
     need_root();
-    let tiny = "mount -t tmpfs -o size=64m none /dev/shm && exec \"$0\"";
     let none = "mount -t tmpfs -o size=4k,mode=000 none /dev/shm && exec \"$0\"";
-    let wrappers: [&[&str]; 4] = [
-        &["unshare", "-m", "sh", "-c", tiny],
+    let few = "echo 3 >/proc/sys/kernel/shmmni && exec \"$0\"";
+    let little = "echo 64 >/proc/sys/kernel/shmall && exec \"$0\"";
+    let wrappers: [&[&str]; 7] = [
         &["unshare", "-m", "sh", "-c", none],
+        &["unshare", "-i"],
+        &["unshare", "-i", "sh", "-c", few],
+        &["unshare", "-i", "sh", "-c", little],
+        &["unshare", "-U"],
         &["unshare", "-p", "-f", "--kill-child", "--mount-proc"],
         &["unshare", "-i", "-p", "-f", "--kill-child"],
     ];
@@ -294,22 +301,27 @@ fn little_shared_memory_and_other_process_namespaces(net: Net) {
         assert_eq!(a.read(&url, here, there, 1 << 20, None), 0, "{wrapper:?}");
         assert!(a.holds(here, 1 << 20, 30 + n as u64), "{wrapper:?}");
         a.expect_up("the other namespace");
+        let paths = a.paths();
+        // The size of /dev/shm alone does not matter.
+        let shared = net == Net::Ucx && n == 0;
+        assert_eq!(paths.contains(&SHARED.to_owned()), shared, "{wrapper:?}");
         b.kill();
         expect_death(&a, DIED, &format!("{wrapper:?}"));
     }
     expect_settled(&[&a], WATCH, "all killed");
 }
 
-/// More peers than find room in a small `/dev/shm`, and somebody else who fills it.
+/// More peers than find room within the kernel's limits, and somebody else who takes the rest.
 fn shared_memory_that_runs_out_costs_speed_alone(net: Net) {
     need_root();
-    let small = "mount -t tmpfs -o size=24m none /dev/shm && exec \"$0\"";
-    let a = Agent::spawn(AGENT, &["unshare", "-m", "sh", "-c", small]);
+    let few = "echo 32 >/proc/sys/kernel/shmmni && exec \"$0\"";
+    let a = Agent::spawn(AGENT, &["unshare", "-i", "sh", "-c", few]);
     let url_a = a.start(config(net, 0, "127.0.0.1", 0, None));
     let of_a = a.buffer(BULK, 1, false);
     let pid = a.pid().to_string();
-    let beside: &[&str] = &["nsenter", "-t", &pid, "-m"];
-    let full = "head -c 64m /dev/zero >/dev/shm/full; exec \"$0\"";
+    let beside: &[&str] = &["nsenter", "-t", &pid, "-i"];
+    let full = "python3 -c 'import ctypes
+while ctypes.CDLL(None).shmget(0, 4096, 0o1600) >= 0: pass' && exec \"$0\"";
     let behind: Vec<&str> = [beside, &["sh", "-c", full]].concat();
     let mut peers = Vec::new();
     for n in 1..=12 {
@@ -324,6 +336,10 @@ fn shared_memory_that_runs_out_costs_speed_alone(net: Net) {
         }
         a.expect_up("a peer");
     }
+    let paths = a.paths();
+    let shared = paths.iter().filter(|path| *path == SHARED).count();
+    let some = net == Net::Ucx;
+    assert_eq!((shared > 0, shared < 9), (some, true), "{paths:?}");
     for (n, (b, _)) in peers.iter_mut().enumerate() {
         b.kill();
         expect_death(&a, DIED, &format!("peer {n}"));

@@ -210,6 +210,12 @@ impl Agent {
         number(&self.call(json!({"do": "stats"}))[name])
     }
 
+    /// What carries the data of each of its peers.
+    pub fn paths(&self) -> Vec<String> {
+        let paths = self.call(json!({"do": "paths"}));
+        paths.as_array().expect("a list").iter().map(text).collect()
+    }
+
     /// Sends a signal to the process.
     pub fn signal(&self, signal: i32) {
         // SAFETY: a signal to our own child, which has not been waited for.

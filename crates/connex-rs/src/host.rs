@@ -129,36 +129,55 @@ fn scope_index(scope: &str) -> Result<u32, String> {
     }
 }
 
-/// Where shared memory lives.
-const SHARED_MEMORY: &str = "/dev/shm";
-
-/// Names what two processes must have in common to use the same shared memory and to see each other's death: the boot of the
-/// kernel, the mount of `/dev/shm`, the process ids, and the user, whose files it opens. Empty if that cannot be found out.
+/// Names what two processes must have in common to use the same System V shared memory and to see each other's death: the boot of
+/// the kernel, the name spaces of segments, process ids and users, and the user, whose segments it attaches. Empty if that cannot
+/// be found out.
 pub fn shared_memory_domain() -> String {
     use std::os::unix::fs::MetadataExt;
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let (Ok(shm), Ok(pids)) = (
-        std::fs::metadata(SHARED_MEMORY),
-        std::fs::metadata("/proc/self/ns/pid"),
-    ) else {
-        return String::new();
-    };
     if boot.is_empty() {
         return String::new();
     }
-    let user = rustix::process::geteuid();
-    format!(
-        "{}:{}:{}:{}",
-        boot.trim(),
-        shm.dev(),
-        pids.ino(),
-        user.as_raw()
-    )
+    let mut domain = boot.trim().to_owned();
+    for space in ["ipc", "pid", "user"] {
+        let Ok(found) = std::fs::metadata(format!("/proc/self/ns/{space}")) else {
+            return String::new();
+        };
+        domain += &format!(":{}", found.ino());
+    }
+    format!("{domain}:{}", rustix::process::geteuid().as_raw())
 }
 
-/// How many bytes of shared memory are left; zero if there is none.
-pub fn shared_memory_left() -> u64 {
-    rustix::fs::statvfs(SHARED_MEMORY).map_or(0, |fs| fs.f_bavail.saturating_mul(fs.f_frsize))
+/// What is left of System V shared memory in this process's name space.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SharedMemoryLeft {
+    /// Segments.
+    pub segments: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+/// What the kernel's limits leave of shared memory; nothing where it has none. How much memory there is at all is another matter.
+pub fn shared_memory_left() -> SharedMemoryLeft {
+    let limit = |name: &str| -> u64 {
+        let text = std::fs::read_to_string(format!("/proc/sys/kernel/{name}")).unwrap_or_default();
+        text.trim().parse().unwrap_or(0)
+    };
+    // A line for each segment, below a line of names.
+    let table = std::fs::read_to_string("/proc/sysvipc/shm").unwrap_or_default();
+    let sizes = table.lines().skip(1).map(|line| {
+        let size = line.split_whitespace().nth(3);
+        size.and_then(|size| size.parse::<u64>().ok()).unwrap_or(0)
+    });
+    let (used, taken) = sizes.fold((0_u64, 0_u64), |(used, taken), size| {
+        (used + 1, taken.saturating_add(size))
+    });
+    let pages = limit("shmall");
+    let page = rustix::param::page_size() as u64;
+    SharedMemoryLeft {
+        segments: limit("shmmni").saturating_sub(used),
+        bytes: pages.saturating_mul(page).saturating_sub(taken),
+    }
 }
 
 #[cfg(test)]
@@ -188,6 +207,7 @@ mod tests {
     #[test]
     fn this_process_shares_memory_with_itself() {
         assert_eq!(shared_memory_domain(), shared_memory_domain());
-        assert!(shared_memory_left() > 0);
+        let left = shared_memory_left();
+        assert!(left.segments > 0 && left.bytes > 0, "{left:?}");
     }
 }

@@ -177,7 +177,7 @@ impl SentinelState {
 pub struct PeerPath {
     /// The peer.
     pub peer: String,
-    /// For example `tcp`, `ucx:tcp/lo`, `ucx:posix`.
+    /// For example `tcp`, `ucx:tcp/lo`, `ucx:sysv`.
     pub path: String,
     /// `requested` or `one-sided`.
     pub mode: &'static str,

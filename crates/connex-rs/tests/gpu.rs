@@ -110,7 +110,7 @@ fn transfers_over_tcp() {
 
 #[test]
 fn transfers_over_ucx_in_shared_memory() {
-    at_once_delayed_strict("cases", Net::Ucx, &[("UCX_TLS", "tcp,posix")]);
+    at_once_delayed_strict("cases", Net::Ucx, &[("UCX_TLS", "tcp,sysv")]);
 }
 
 #[test]

@@ -237,21 +237,21 @@ fn ucx_takes_the_mode_of_fences_and_an_explicit_one_wins() {
 
 #[test]
 fn a_worker_for_a_peer_of_this_host_shares_memory_and_an_explicit_no_is_heeded() {
-    let ask = ("UCX_TLS", "tcp,posix");
+    let ask = ("UCX_TLS", "tcp,sysv");
     let seen = Seen::of("home", &[ask]);
     // Those cannot have it with error handling.
     let able = seen.minor >= 16;
-    let posix = |seen: &Seen| seen.line("LANES").expect("told").contains("posix/");
-    assert_eq!(posix(&seen), able);
+    let shared = |seen: &Seen| seen.line("LANES").expect("told").contains("sysv/");
+    assert_eq!(shared(&seen), able);
     assert!(
-        !posix(&Seen::with(&[ask])),
+        !shared(&Seen::with(&[ask])),
         "the queue of all is not shared"
     );
     if able {
-        assert!(seen.segment().contains(&17408), "{:?}", seen.segment());
+        assert!(seen.segment().contains(&50176), "{:?}", seen.segment());
         let no = [ask, ("UCX_MM_ERROR_HANDLING", "n")];
-        assert!(!posix(&Seen::of("home", &no)));
-        for variable in ["UCX_POSIX_SEG_SIZE", "UCX_MM_SEG_SIZE"] {
+        assert!(!shared(&Seen::of("home", &no)));
+        for variable in ["UCX_SYSV_SEG_SIZE", "UCX_MM_SEG_SIZE"] {
             let other = Seen::of("home", &[ask, (variable, "9k")]).segment();
             assert!(other.contains(&(9 << 10)), "{variable}: {other:?}");
         }

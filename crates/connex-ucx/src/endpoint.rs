@@ -53,7 +53,7 @@ pub enum Protocol {
 /// One transport that an endpoint uses.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Lane {
-    /// `tcp`, `posix`, `rc_mlx5`.
+    /// `tcp`, `sysv`, `rc_mlx5`.
     pub transport: String,
     /// `eth0`, `memory`, `mlx5_0:1`.
     pub device: String,

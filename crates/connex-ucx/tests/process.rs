@@ -50,7 +50,7 @@ fn role() {
         "untouched" => untouched(),
         "another" => another(),
         "joined" => joined(),
-        "quiet" => drop(common::pair("tcp,posix", true)),
+        "quiet" => drop(common::pair("tcp,sysv", true)),
         other => panic!("no role {other}"),
     }
 }
@@ -88,7 +88,7 @@ fn untouched() {
     }
     let before: Vec<_> = SIGNALS.iter().map(|s| action(*s)).collect();
     let environment: Vec<_> = std::env::vars_os().collect();
-    drop(common::pair("tcp,posix", true));
+    drop(common::pair("tcp,sysv", true));
     assert_eq!(
         before,
         SIGNALS.iter().map(|s| action(*s)).collect::<Vec<_>>()

@@ -158,6 +158,10 @@ impl Agent {
                     .collect::<serde_json::Map<_, _>>()
                     .into())
             }
+            "paths" => {
+                let paths = self.engine()?.stats().paths;
+                Ok(paths.into_iter().map(|path| path.path).collect())
+            }
             "crowd" => self.crowd(order),
             "ring" => {
                 // Lives as long as the process.

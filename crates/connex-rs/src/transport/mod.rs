@@ -247,7 +247,7 @@ pub trait Upcalls {
 pub struct Caps {
     /// The longest body of one frame, in bytes.
     pub piece: usize,
-    /// What carries it, for people: `tcp`, `ucx:tcp/lo`, `ucx:posix`.
+    /// What carries it, for people: `tcp`, `ucx:tcp/lo`, `ucx:sysv`.
     pub path: String,
 }
 

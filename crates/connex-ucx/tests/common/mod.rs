@@ -33,7 +33,7 @@ pub fn context(tls: &str, rma: bool) -> Context {
         (format!("{tcp}TX_SEG_SIZE"), "256k"),
         (format!("{tcp}RX_SEG_SIZE"), "256k"),
     ];
-    if tls.contains("posix") {
+    if tls.contains("sysv") {
         settings.push(("MM_ERROR_HANDLING".to_owned(), "y"));
     } else {
         // 1.20 finds no route over `lo` otherwise.

@@ -210,7 +210,7 @@ impl Conn {
 /// What carries a connection, for people, and the longest piece that stays one fragment on it.
 pub(super) fn caps_of(lanes: &[Lane], pieces: Pieces) -> Caps {
     let has = |names: &[&str]| lanes.iter().find(|l| names.contains(&l.transport.as_str()));
-    if let Some(lane) = has(&["posix", "sysv"]) {
+    if let Some(lane) = has(&["sysv"]) {
         return Caps {
             piece: pieces.shared_memory,
             path: format!("ucx:{}", lane.transport),
@@ -274,8 +274,8 @@ mod tests {
         };
         assert_eq!(caps(&[lane("tcp", "lo")]), (240_000, "ucx:tcp/lo".into()));
         assert_eq!(
-            caps(&[lane("tcp", "lo"), lane("posix", "memory")]),
-            (16_000, "ucx:posix".into())
+            caps(&[lane("tcp", "lo"), lane("sysv", "memory")]),
+            (16_000, "ucx:sysv".into())
         );
         assert_eq!(
             caps(&[lane("rc_mlx5", "mlx5_0:1"), lane("tcp", "eth0")]),

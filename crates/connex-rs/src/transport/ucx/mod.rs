@@ -48,7 +48,7 @@ use crate::region::Lease;
 /// The longest body of a frame over TCP, if segments are 256 KB: exactly 256 KB would become two fragments.
 pub const TCP_PIECE: usize = 240 << 10;
 /// The same in shared memory, with the segments that [`settings`] asks for.
-pub const SHM_PIECE: usize = 16 << 10;
+pub const SHM_PIECE: usize = 48 << 10;
 /// The same over RDMA, whose fragments are 8 KB: large transfers go one-sided there.
 pub const RDMA_PIECE: usize = 8000;
 /// What a fragment holds besides the body, generously.
@@ -879,7 +879,7 @@ fn pieces(facts: &Facts) -> Pieces {
         TCP_PIECE,
     ));
     let shared_memory =
-        of("UCX_POSIX_SEG_SIZE", 8 << 10, SHM_PIECE).min(of("UCX_MM_SEG_SIZE", 8 << 10, SHM_PIECE));
+        of("UCX_SYSV_SEG_SIZE", 8 << 10, SHM_PIECE).min(of("UCX_MM_SEG_SIZE", 8 << 10, SHM_PIECE));
     // Without a list of lanes only what the settings allow is known.
     let tcp_only = match facts.env.get("UCX_TLS") {
         Some(tls) => tls == "tcp",

@@ -144,7 +144,7 @@ mod tests {
             &[RXE, ("rc_mlx5", "mlx5_0:1")],
             &[("ud_verbs", "rxe0:1")],
             &[("tcp", "eth0")],
-            &[("posix", "memory")],
+            &[("sysv", "memory")],
             // A device that is not known to be one in software.
             &[("rc_verbs", "mlx5_0:1")],
             &[("rc_verbs", "rxe9:1")],

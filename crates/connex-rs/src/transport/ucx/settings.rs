@@ -108,11 +108,11 @@ const PUTS_NEED_V2: u32 = 22;
 pub(super) const V2_EMULATES: std::ops::Range<u32> = 16..19;
 /// The size of a fragment in shared memory. A piece of [`SHM_PIECE`](super::SHM_PIECE) with its heads fits one; from 60k on
 /// it is slow or corrupts data.
-const SHM_SEGMENT: &str = "17408";
+const SHM_SEGMENT: &str = "50176";
 /// Fragments in the queue of a worker with one peer.
-const SHM_QUEUE: &str = "64";
+const SHM_QUEUE: &str = "32";
 /// Fragments for which memory is made at a time.
-const SHM_BUFFERS: &str = "96";
+const SHM_BUFFERS: &str = "48";
 
 /// Decides the settings.
 ///
@@ -141,7 +141,7 @@ pub fn plan(facts: &Facts) -> Result<Plan, String> {
     let pinned = facts.version.minor == 20
         && facts.version.release < 2
         && facts.interface.as_deref() == Some("lo");
-    plan.shared_memory = !plan.one_sided && !old && tls.allows_posix();
+    plan.shared_memory = !plan.one_sided && !old && tls.allows_shared_memory();
 
     let mut add = Adder::new(facts);
     if plan.one_sided {
@@ -161,6 +161,13 @@ pub fn plan(facts: &Facts) -> Result<Plan, String> {
             "RDMA devices ({}) are there, but UCX_TLS or UCX_NET_DEVICES rules them out",
             facts.rdma_text()
         ));
+    }
+    if !plan.one_sided && tls.wants_posix() {
+        plan.warnings.push(
+            "UCX_TLS names posix, which is not used: it attaches a peer's memory by the number of a descriptor, whatever that number stands \
+             for by then. Peers of this host are reached over TCP; name sysv in its place to share memory with them"
+                .to_owned(),
+        );
     }
     if plan.one_sided && asks_for_v2(facts) && V2_EMULATES.contains(&facts.version.minor) {
         plan.warnings.push(format!(
@@ -208,7 +215,7 @@ fn without_rdma(add: &mut Adder<'_>, tls: &Allowed, pinned: bool, shared_memory:
             "tcp",
             "no RDMA here, and GPU memory is staged by the engine",
         );
-    } else if let Some(others) = tls.without_posix().filter(|_| shared_memory) {
+    } else if let Some(others) = tls.without_shared_memory().filter(|_| shared_memory) {
         // What the variable allows is used, but not here.
         add.override_plain(
             "TLS",
@@ -239,31 +246,31 @@ fn same_host(add: &mut Adder<'_>) {
     // Also where the variable allows more: that is for the others.
     add.override_plain(
         "TLS",
-        "posix",
-        "peers of this host; never sysv, with which a stranger's process can crash this one",
+        "sysv",
+        "peers of this host; never posix, which attaches memory by a descriptor's number, whoever has it by then",
     );
     add.plain(
         "MM_ERROR_HANDLING",
         "y",
         "otherwise error handling switches shared memory off",
     );
-    add.posix("SEG_SIZE", SHM_SEGMENT, "one piece fits one fragment");
-    add.posix(
+    add.sysv("SEG_SIZE", SHM_SEGMENT, "one piece fits one fragment");
+    add.sysv(
         "ALLOC",
         "md",
         "where shared memory runs out UCX otherwise takes memory that is not shared, and crashes",
     );
-    add.posix(
+    add.sysv(
         "RX_MAX_BUFS",
         SHM_BUFFERS,
         "a worker takes what it needs when it is made, and nothing later",
     );
-    add.posix(
+    add.sysv(
         "FIFO_SIZE",
         SHM_QUEUE,
         "one sender's queue: what is under way stays in the cache",
     );
-    add.posix(
+    add.sysv(
         "RX_BUFS_GROW",
         SHM_BUFFERS,
         "for the queue and some more; memory for 512 at a time takes milliseconds to make",
@@ -463,6 +470,9 @@ impl<'a> Devices<'a> {
     }
 }
 
+/// What stands for both kinds of shared memory in `UCX_TLS`.
+const SHARED_MEMORY_GROUPS: &[&str] = &["sm", "shm", "mm"];
+
 /// What `UCX_TLS` allows.
 enum Allowed {
     Default,
@@ -495,7 +505,7 @@ impl Allowed {
     /// Whether this transport may be used, by its own name or that of a group.
     fn names(&self, transport: &str) -> bool {
         let groups: &[&str] = match transport {
-            "posix" | "sysv" => &["sm", "shm", "mm"],
+            "sysv" => SHARED_MEMORY_GROUPS,
             "cuda_copy" => &["cuda", "gpu"],
             _ => &[],
         };
@@ -526,22 +536,27 @@ impl Allowed {
         }
     }
 
-    /// Whether shared memory may be used, in its safe form only: posix, with TCP to connect by.
-    fn allows_posix(&self) -> bool {
-        match self {
-            Allowed::Default => true,
-            Allowed::Only(_) => self.names("tcp") && self.names("posix") && !self.names("sysv"),
-            Allowed::Without(_) => false,
-        }
+    /// Whether shared memory may be used, in its safe form only: sysv, with TCP to connect by.
+    fn allows_shared_memory(&self) -> bool {
+        self.names("tcp") && self.names("sysv")
     }
 
-    /// A list that names posix, without it.
-    fn without_posix(&self) -> Option<String> {
+    /// Whether a list asks for the form of shared memory that is not used, and not for the one that is.
+    fn wants_posix(&self) -> bool {
+        let Allowed::Only(list) = self else {
+            return false;
+        };
+        list.iter().any(|t| t == "posix") && !self.names("sysv")
+    }
+
+    /// A list that names shared memory, without it.
+    fn without_shared_memory(&self) -> Option<String> {
         let Allowed::Only(list) = self else {
             return None;
         };
-        let others: Vec<_> = list.iter().filter(|t| *t != "posix").cloned().collect();
-        (self.allows_posix() && others.len() < list.len()).then(|| others.join(","))
+        let shared = |t: &str| ["sysv", "posix"].contains(&t) || SHARED_MEMORY_GROUPS.contains(&t);
+        let others: Vec<_> = list.iter().filter(|t| !shared(t)).cloned().collect();
+        (others.len() < list.len()).then(|| others.join(","))
     }
 }
 
@@ -580,12 +595,12 @@ impl<'a> Adder<'a> {
 
     /// A setting of shared memory, which the user may name for all kinds of it, as the configuration does before 1.17. (Without a
     /// prefix 1.16 takes it without a word, and changes nothing.)
-    fn posix(&mut self, name: &str, value: &str, reason: &'static str) {
+    fn sysv(&mut self, name: &str, value: &str, reason: &'static str) {
         let general = format!("MM_{name}");
         if self.set(&general) {
             return;
         }
-        let full = format!("POSIX_{name}");
+        let full = format!("SYSV_{name}");
         let key = if self.full_names() {
             full.clone()
         } else {
@@ -685,14 +700,14 @@ mod tests {
     }
 
     #[test]
-    fn without_rdma_other_hosts_are_reached_by_tcp_and_this_one_through_posix() {
+    fn without_rdma_other_hosts_are_reached_by_tcp_and_this_one_through_shared_memory() {
         let plan = plan(&facts(22)).expect("a plan");
         assert!(plan.shared_memory && !plan.one_sided && plan.warnings.is_empty());
         assert_eq!(value(&plan, "UCX_TLS").as_deref(), Some("tcp"));
         assert_eq!(value(&plan, "UCX_MM_ERROR_HANDLING"), None);
         assert_eq!(value(&plan, "UCX_PROTO_ENABLE").as_deref(), Some("n"));
         assert_eq!(value(&plan, "UCX_CM_USE_ALL_DEVICES").as_deref(), Some("n"));
-        assert_eq!(at_home(&plan, "UCX_TLS").as_deref(), Some("posix"));
+        assert_eq!(at_home(&plan, "UCX_TLS").as_deref(), Some("sysv"));
         let error_handling = "UCX_MM_ERROR_HANDLING";
         assert_eq!(at_home(&plan, error_handling).as_deref(), Some("y"));
         // It would break it.
@@ -711,11 +726,20 @@ mod tests {
     }
 
     #[test]
-    fn posix_in_a_list_is_for_peers_of_this_host_alone() {
-        let plan = plan(&with(facts(22), &[("UCX_TLS", "posix,tcp,self")])).expect("a plan");
-        assert!(plan.shared_memory && plan.warnings.is_empty());
-        assert_eq!(value(&plan, "UCX_TLS").as_deref(), Some("tcp,self"));
-        assert_eq!(at_home(&plan, "UCX_TLS").as_deref(), Some("posix"));
+    fn shared_memory_in_a_list_is_for_peers_of_this_host_alone() {
+        for (tls, others) in [
+            ("sysv,tcp,self", Some("tcp,self")),
+            ("tcp,sm", Some("tcp")),
+            ("shm,posix,tcp", Some("tcp")),
+            ("all", None),
+            ("^cuda", None),
+        ] {
+            let plan = plan(&with(facts(22), &[("UCX_TLS", tls)])).expect("a plan");
+            assert!(plan.shared_memory && plan.warnings.is_empty(), "{tls}");
+            assert_eq!(value(&plan, "UCX_TLS").as_deref(), others, "{tls}");
+            assert_eq!(value(&plan, "UCX_MM_ERROR_HANDLING"), None, "{tls}");
+            assert_eq!(at_home(&plan, "UCX_TLS").as_deref(), Some("sysv"), "{tls}");
+        }
     }
 
     #[test]
@@ -745,7 +769,7 @@ mod tests {
 
     #[test]
     fn old_versions_have_no_shared_memory_and_odd_ones_pinned_devices() {
-        for vars in [&[][..], &[("UCX_TLS", "tcp,posix")]] {
+        for vars in [&[][..], &[("UCX_TLS", "tcp,sysv")]] {
             let old = plan(&with(facts(13), vars)).expect("a plan");
             assert!(!old.shared_memory && old.same_host.is_empty());
             // 1.13 aborts with v2 and knows v1 only.
@@ -773,15 +797,15 @@ mod tests {
             Some("TCP_TX_SEG_SIZE")
         );
         assert_eq!(key(16, "UCX_TCP_CM_REUSEADDR"), None);
-        let posix = |minor, vars: &[(&str, &str)]| {
+        let sysv = |minor, vars: &[(&str, &str)]| {
             let plan = plan(&with(facts(minor), vars)).expect("a plan");
             let mut settings = plan.same_host.into_iter();
-            settings.find(|s| s.variable == "UCX_POSIX_SEG_SIZE")?.key
+            settings.find(|s| s.variable == "UCX_SYSV_SEG_SIZE")?.key
         };
-        assert_eq!(posix(16, &[]).as_deref(), Some("MM_SEG_SIZE"));
-        assert_eq!(posix(18, &[]).as_deref(), Some("POSIX_SEG_SIZE"));
-        for variable in ["UCX_POSIX_SEG_SIZE", "UCX_MM_SEG_SIZE"] {
-            assert_eq!(posix(18, &[(variable, "9k")]), None, "{variable}");
+        assert_eq!(sysv(16, &[]).as_deref(), Some("MM_SEG_SIZE"));
+        assert_eq!(sysv(18, &[]).as_deref(), Some("SYSV_SEG_SIZE"));
+        for variable in ["UCX_SYSV_SEG_SIZE", "UCX_MM_SEG_SIZE"] {
+            assert_eq!(sysv(18, &[(variable, "9k")]), None, "{variable}");
         }
         assert_eq!(
             key(18, "UCX_TCP_CM_REUSEADDR").as_deref(),
@@ -807,19 +831,14 @@ mod tests {
     }
 
     #[test]
-    fn sysv_is_never_switched_on_with_error_handling() {
-        for tls in [
-            "all",
-            "sm,tcp",
-            "shm,tcp",
-            "tcp,sysv,posix",
-            "^cuda",
-            "posix",
-        ] {
+    fn posix_is_never_used_and_who_asks_for_it_is_told() {
+        for tls in ["tcp,posix", "posix", "^sysv", "sm", "^tcp"] {
             let plan = plan(&with(facts(22), &[("UCX_TLS", tls)])).expect("a plan");
+            assert!(!plan.shared_memory && plan.same_host.is_empty(), "{tls}");
             assert_eq!(value(&plan, "UCX_MM_ERROR_HANDLING"), None, "{tls}");
             assert_eq!(value(&plan, "UCX_TLS"), None, "{tls}");
-            assert!(plan.same_host.is_empty(), "{tls}");
+            let told = plan.warnings.iter().any(|w| w.contains("name sysv"));
+            assert_eq!(told, tls.contains("posix"), "{tls}: {:?}", plan.warnings);
         }
     }
 

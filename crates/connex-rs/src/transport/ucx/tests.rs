@@ -203,7 +203,7 @@ fn peers_of_one_host_go_on_in_shared_memory_at_once() {
     let shared = a.ucx.plan.shared_memory;
     for (conn, side) in [(ab, &a), (ba, &b)] {
         let path = side.ucx.caps(conn).path;
-        assert_eq!(path == "ucx:posix", shared, "{path}");
+        assert_eq!(path == "ucx:sysv", shared, "{path}");
         let own = side.ucx.table.conns[&conn].nearby.is_some();
         assert_eq!(own, shared);
     }
@@ -259,7 +259,7 @@ fn sides_that_do_not_both_offer_shared_memory_use_tcp() {
         let (mut a, ab, mut b, ba) = connect(a, b);
         for (conn, side) in [(ab, &a), (ba, &b)] {
             let path = side.ucx.caps(conn).path;
-            assert!(!path.contains("posix"), "{dialer_keeps}: {path}");
+            assert!(!path.contains("sysv"), "{dialer_keeps}: {path}");
         }
         let sizes = [0, 1, 4096, a.ucx.caps(ab).piece];
         for (i, &len) in sizes.iter().enumerate() {

@@ -17,12 +17,14 @@ use connex_ucx::{Context, Event, Worker};
 use super::kind;
 use crate::host;
 
-/// How many peers of this host get a worker of their own: each costs 1.7 MB of `/dev/shm`, some descriptors, and a look at
+/// How many peers of this host get a worker of their own: each costs 2.4 MB of shared memory, some descriptors, and a look at
 /// each round. Further ones are reached over TCP.
 const OWN_LIMIT: usize = 32;
 
-/// Bytes of shared memory without which no worker is made: the peer needs one too, and others of this host have theirs.
-const SHARED_MEMORY_LEFT: u64 = 16 << 20;
+/// What must be left of the kernel's limits for a worker to be made: the peer needs one too, and others of this host have theirs.
+/// A worker takes two segments.
+const SEGMENTS_LEFT: u64 = 16;
+const BYTES_LEFT: u64 = 16 << 20;
 
 /// Names a worker within its transport. Never reused.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -152,14 +154,15 @@ impl Workers {
 /// What is left, what it takes, and the way out.
 pub(super) fn check_memory() -> Result<(), String> {
     let left = host::shared_memory_left();
-    if left >= SHARED_MEMORY_LEFT {
+    if left.segments >= SEGMENTS_LEFT && left.bytes >= BYTES_LEFT {
         return Ok(());
     }
     Err(format!(
-        "{} MB are left in /dev/shm, and {} MB are wanted: make it larger (docker run --shm-size=1g; a memory-backed emptyDir at /dev/shm in \
-         Kubernetes), or set UCX_TLS=tcp",
-        left >> 20,
-        SHARED_MEMORY_LEFT >> 20
+        "the kernel's limits leave {} segments and {} MB of System V shared memory to this process's name space, and {SEGMENTS_LEFT} \
+         segments and {} MB are wanted: raise kernel.shmmni and kernel.shmall with sysctl, or set UCX_TLS=tcp",
+        left.segments,
+        left.bytes >> 20,
+        BYTES_LEFT >> 20
     ))
 }
 
