@@ -10,22 +10,26 @@
 //!
 //! # What it does
 //! * Descriptor 0 is the shared memory ([`Shared`]); there is no other, no argument and no environment.
-//! * It sleeps in a futex wait on [`Shared::lock`]. The kernel marks the word when the thread that holds it ends. Nothing
+//! * It sleeps in a futex wait on a lock of [`Shared::locks`]. The kernel marks the word when the thread that holds it ends. Nothing
 //!   is polled, unless the parent could be writing a core dump or an engine asked for stall detection.
 //! * Lock lost: every peer of the table gets an obituary, a few times over some milliseconds; then it exits.
 //! * Lock released: it exits. A wake-up with the lock held: the settings may have changed, it looks again.
+//! * There are two such locks and two threads, each kept to one half of the processors: on one of them the dead process's memory is
+//!   being freed, and whoever is woken there, or loses it there, may have to wait for the clock's next tick. For the same reason who frees
+//!   the memory is asked to give way whenever an obituary has gone out: its reader may be waiting for that processor.
 
 use std::fs::File;
 use std::mem::offset_of;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, UdpSocket};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 // ---- the shared memory ----------------------------------------------------------------------------
 
 /// First word of the shared memory; changes with every change of its layout.
-pub const LAYOUT: u64 = 0x436e_7853_656e_0001;
+pub const LAYOUT: u64 = 0x436e_7853_656e_0002;
 
 /// Engines that one process may announce.
 pub const MAX_ENGINES: usize = 64;
@@ -50,10 +54,8 @@ pub const HOLDER: u32 = 0x3fff_ffff;
 pub struct Shared {
     /// [`LAYOUT`].
     pub layout: AtomicU64,
-    /// Node of the holder's robust list: its only entry. The lock word follows.
-    pub node: AtomicU64,
-    /// The robust lock.
-    pub lock: AtomicU32,
+    /// The robust locks, held by one thread for its life: one for each thread of the sentinel.
+    pub locks: [RobustLock; 2],
     /// The parent's process id.
     pub parent: AtomicU32,
     /// Counts changes of the settings that the sentinel has to know of.
@@ -72,6 +74,17 @@ pub struct Shared {
     pub engines: [EngineSlot; MAX_ENGINES],
     /// One entry for each live link of any engine.
     pub peers: [PeerSlot; MAX_PEERS],
+}
+
+/// An entry of a thread's robust list.
+#[repr(C)]
+pub struct RobustLock {
+    /// Points to the next entry.
+    pub node: AtomicU64,
+    /// The lock.
+    pub word: AtomicU32,
+    /// Padding.
+    pub reserved: AtomicU32,
 }
 
 /// [`Shared::mute`]: send no datagram at all, as if a firewall dropped them.
@@ -210,7 +223,7 @@ fn load(words: &[AtomicU64; 2]) -> u128 {
 
 /// Where the kernel finds the lock word, counted from the node of the robust list.
 pub const LOCK_FROM_NODE: isize =
-    offset_of!(Shared, lock) as isize - offset_of!(Shared, node) as isize;
+    offset_of!(RobustLock, word) as isize - offset_of!(RobustLock, node) as isize;
 
 // ---- the datagrams --------------------------------------------------------------------------------
 
@@ -293,6 +306,9 @@ mod sys {
             offset: i64,
         ) -> *mut c_void;
         pub(super) fn getpriority(which: c_int, who: u32) -> c_int;
+        pub(super) fn setpriority(which: c_int, who: u32, nice: c_int) -> c_int;
+        pub(super) fn sched_getaffinity(pid: c_int, len: usize, mask: *mut u64) -> c_int;
+        pub(super) fn sched_setaffinity(pid: c_int, len: usize, mask: *const u64) -> c_int;
         pub(super) fn signal(signal: c_int, handler: usize) -> usize;
         pub(super) fn prctl(option: c_int, ...) -> c_int;
     }
@@ -318,6 +334,7 @@ mod sys {
         pub(super) period: u64,
     }
     pub(super) const FUTEX_WAIT: c_int = 0;
+    pub(super) const PRIO_PROCESS: c_int = 0;
     pub(super) const PROT_READ_WRITE: c_int = 3;
     pub(super) const MAP_SHARED: c_int = 1;
     pub(super) const SIG_IGN: usize = 1;
@@ -370,7 +387,7 @@ pub fn ask_for_turns_of(turn: Duration) {
             size: size_of::<sys::SchedAttr>() as u32,
             policy: 0,
             flags: 0,
-            nice: sys::getpriority(0, 0),
+            nice: sys::getpriority(sys::PRIO_PROCESS, 0),
             priority: 0,
             runtime: turn.as_nanos() as u64,
             deadline: 0,
@@ -380,18 +397,55 @@ pub fn ask_for_turns_of(turn: Duration) {
     }
 }
 
+/// Processors, a bit for each.
+type Processors = [u64; 128];
+
+/// The two halves of the processors that this thread may use; `None` if it is one alone, or the system does not tell.
+fn halves() -> Option<[Processors; 2]> {
+    let mut all: Processors = [0; 128];
+    // SAFETY: writes no more than the length that it is given.
+    if unsafe { sys::sched_getaffinity(0, size_of_val(&all), all.as_mut_ptr()) } != 0 {
+        return None;
+    }
+    let set = |cpu: &usize| all[cpu / 64] >> (cpu % 64) & 1 == 1;
+    let cpus: Vec<usize> = (0..all.len() * 64).filter(set).collect();
+    let (first, second) = cpus.split_at(cpus.len() / 2);
+    let mask = |cpus: &[usize]| {
+        let mut mask: Processors = [0; 128];
+        cpus.iter()
+            .for_each(|cpu| mask[cpu / 64] |= 1 << (cpu % 64));
+        mask
+    };
+    (!first.is_empty()).then(|| [mask(first), mask(second)])
+}
+
+/// Keeps this thread to some processors. It is only a wish.
+fn keep_to(processors: Option<Processors>) {
+    if let Some(mask) = processors {
+        // SAFETY: reads the mask, and nothing but this thread's scheduling changes.
+        unsafe { sys::sched_setaffinity(0, size_of_val(&mask), mask.as_ptr()) };
+    }
+}
+
 // ---- the program ----------------------------------------------------------------------------------
+
+/// Bytes of the second thread's stack.
+const STACK: usize = 64 << 10;
 
 /// How often `/proc` is asked whether the parent is being dumped, where that can be at all.
 const DUMP_CHECK: Duration = Duration::from_millis(20);
 
 /// When an obituary is sent, counted from the first time.
-const SENDS: [Duration; 4] = [
+const SENDS: [Duration; 5] = [
     Duration::ZERO,
+    Duration::from_micros(300),
     Duration::from_millis(1),
     Duration::from_millis(3),
     Duration::from_millis(8),
 ];
+
+/// Until when who frees the memory is asked to give way: a few times, for each costs it some of its share.
+const WAY: Duration = Duration::from_millis(1);
 
 fn main() {
     // SAFETY: plain calls with constant arguments; the name ends with a zero.
@@ -427,21 +481,46 @@ fn main() {
     if shared.layout.load(Ordering::Acquire) != LAYOUT {
         std::process::exit(3);
     }
-    Watch::new(shared).run();
+    let said = Said::default();
+    let halves = halves();
+    std::thread::scope(|scope| {
+        // Where no thread can be had the other one does.
+        let _ = std::thread::Builder::new()
+            .stack_size(STACK)
+            .spawn_scoped(scope, || {
+                ask_for_turns_of(TURN);
+                keep_to(halves.map(|halves| halves[1]));
+                wait_for_death(Herald::new(shared, &said));
+            });
+        keep_to(halves.map(|halves| halves[0]));
+        Watch::new(Herald::new(shared, &said)).run();
+    });
+}
+
+/// The second thread: waits for its own lock, and for nothing else.
+fn wait_for_death(mut herald: Herald<'_>) {
+    let word = &herald.shared.locks[1].word;
+    loop {
+        let lock = word.load(Ordering::Acquire);
+        if lock & OWNER_DIED != 0 {
+            return herald.announce_death();
+        }
+        if lock & HOLDER == 0 {
+            return;
+        }
+        futex_wait(word, lock, None);
+    }
 }
 
 /// The watch over one parent.
 struct Watch<'a> {
     shared: &'a Shared,
+    herald: Herald<'a>,
     /// `/proc/PARENT/status`, where the parent may leave a core dump.
     dump: Option<File>,
     /// When it is looked at next.
     dump_at: Instant,
-    /// The obituaries are out already: the parent is being dumped.
-    announced: bool,
     engines: [Stall; MAX_ENGINES],
-    /// Sockets to send from; made when the first datagram is due.
-    sockets: (Option<UdpSocket>, Option<UdpSocket>),
 }
 
 /// What is known of the progress of one engine.
@@ -454,7 +533,8 @@ struct Stall {
 }
 
 impl<'a> Watch<'a> {
-    fn new(shared: &'a Shared) -> Self {
+    fn new(herald: Herald<'a>) -> Self {
+        let shared = herald.shared;
         let now = Instant::now();
         let stall = Stall {
             beat: 0,
@@ -463,11 +543,10 @@ impl<'a> Watch<'a> {
         };
         Self {
             shared,
+            herald,
             dump: dump_status(shared.parent.load(Ordering::Relaxed)),
             dump_at: now,
-            announced: false,
             engines: [stall; MAX_ENGINES],
-            sockets: (None, None),
         }
     }
 
@@ -479,12 +558,10 @@ impl<'a> Watch<'a> {
         let mut asked = Instant::now();
         let mut pause = None;
         loop {
-            let lock = self.shared.lock.load(Ordering::Acquire);
+            let word = &self.shared.locks[0].word;
+            let lock = word.load(Ordering::Acquire);
             if lock & OWNER_DIED != 0 {
-                if !self.announced {
-                    self.announce(Notice::Died, None);
-                }
-                return;
+                return self.herald.announce_death();
             }
             if lock & HOLDER == 0 {
                 return;
@@ -500,13 +577,13 @@ impl<'a> Watch<'a> {
             self.look_for_stalls(now, late);
             pause = self.pause(now);
             asked = Instant::now();
-            futex_wait(&self.shared.lock, lock, pause);
+            futex_wait(word, lock, pause);
         }
     }
 
     /// How long nothing has to be looked at; `None`: until woken.
     fn pause(&self, now: Instant) -> Option<Duration> {
-        if self.announced {
+        if self.herald.said.dumping() {
             return None;
         }
         // Also while there is no peer: the wake-up that tells of the first one is lost if it comes just before we sleep, and a
@@ -540,9 +617,8 @@ impl<'a> Watch<'a> {
                 .split(|&byte| byte == b'\n')
                 .any(|line| line == b"CoreDumping:\t1")
         });
-        if dumping && !self.announced {
-            self.announced = true;
-            self.announce(Notice::Dumping, None);
+        if dumping && !self.herald.said.dumping.swap(true, Ordering::Relaxed) {
+            self.herald.announce(Notice::Dumping, None);
         }
     }
 
@@ -569,10 +645,69 @@ impl<'a> Watch<'a> {
                 stall.since = (stall.since + late).min(now);
             }
             let silence = now - stall.since;
-            if silence >= limit && !stall.suspected && !self.announced {
+            if silence >= limit && !stall.suspected && !self.herald.said.dumping() {
                 stall.suspected = true;
                 let ms = u32::try_from(silence.as_millis()).unwrap_or(u32::MAX);
-                self.announce(Notice::Stalled(ms), Some(index as u32));
+                self.herald
+                    .announce(Notice::Stalled(ms), Some(index as u32));
+            }
+        }
+    }
+}
+
+/// What the threads of the sentinel have said of the parent.
+#[derive(Default)]
+struct Said {
+    /// That it is being dumped: all peers know of its end.
+    dumping: AtomicBool,
+    /// That it is dead, and one of the threads says it again.
+    dead: AtomicBool,
+}
+
+impl Said {
+    fn dumping(&self) -> bool {
+        self.dumping.load(Ordering::Relaxed)
+    }
+}
+
+/// What one thread of the sentinel tells the peers with.
+struct Herald<'a> {
+    shared: &'a Shared,
+    said: &'a Said,
+    /// The parent's threads, in `/proc`: those of that process, also when another one has got its number.
+    threads: Option<File>,
+    /// Sockets to send from; made when the first datagram is due.
+    sockets: (Option<UdpSocket>, Option<UdpSocket>),
+}
+
+impl<'a> Herald<'a> {
+    fn new(shared: &'a Shared, said: &'a Said) -> Self {
+        let parent = shared.parent.load(Ordering::Relaxed);
+        Self {
+            shared,
+            said,
+            threads: File::open(format!("/proc/{parent}/task")).ok(),
+            sockets: (None, None),
+        }
+    }
+
+    /// Tells all peers that the parent is dead, unless they know of its end. Both threads do: either may lose its processor to the one
+    /// that frees the memory. The first then sleeps, for the readers may be waiting for its own processor, and goes on to say it again.
+    fn announce_death(&mut self) {
+        if self.said.dumping() {
+            return;
+        }
+        let start = Instant::now();
+        let entries = self.entries(None);
+        self.tell(Notice::Died, &entries);
+        if self.said.dead.swap(true, Ordering::Relaxed) {
+            return self.make_way();
+        }
+        for &at in &SENDS[1..] {
+            std::thread::sleep(at.saturating_sub(start.elapsed()));
+            self.tell(Notice::Died, &entries);
+            if at <= WAY {
+                self.make_way();
             }
         }
     }
@@ -582,16 +717,44 @@ impl<'a> Watch<'a> {
     /// The links are those of this moment: what comes up while a stalled process wakes again is none of them.
     fn announce(&mut self, notice: Notice, engine: Option<u32>) {
         let start = Instant::now();
-        let used = self.shared.peers_used.load(Ordering::Acquire) as usize;
-        let slots = self.shared.peers.iter().take(used);
-        let entries: Vec<Entry> = slots
-            .filter_map(PeerSlot::read)
-            .filter(|entry| engine.is_none_or(|engine| engine == entry.engine))
-            .collect();
+        let entries = self.entries(engine);
         for at in SENDS {
             std::thread::sleep(at.saturating_sub(start.elapsed()));
-            for entry in &entries {
-                self.send(entry.to, &encode(notice, entry.life, &entry.token));
+            self.tell(notice, &entries);
+        }
+    }
+
+    /// The peers of all engines, or of one.
+    fn entries(&self, engine: Option<u32>) -> Vec<Entry> {
+        let used = self.shared.peers_used.load(Ordering::Acquire) as usize;
+        let slots = self.shared.peers.iter().take(used);
+        slots
+            .filter_map(PeerSlot::read)
+            .filter(|entry| engine.is_none_or(|engine| engine == entry.engine))
+            .collect()
+    }
+
+    fn tell(&mut self, notice: Notice, entries: &[Entry]) {
+        for entry in entries {
+            self.send(entry.to, &encode(notice, entry.life, &entry.token));
+        }
+    }
+
+    /// Has the dead parent's threads give way, of which the last frees its memory: a little less priority makes the kernel choose again
+    /// who runs there. It is not made much less, for where there is more to do than processors the memory has to be freed as well.
+    fn make_way(&self) {
+        let Some(threads) = &self.threads else {
+            return;
+        };
+        let threads = std::fs::read_dir(format!("/proc/self/fd/{}", threads.as_raw_fd()));
+        for thread in threads.into_iter().flatten().flatten() {
+            let name = thread.file_name();
+            if let Some(id) = name.to_str().and_then(|name| name.parse().ok()) {
+                // SAFETY: plain calls with numbers, which change one thread's scheduling or fail.
+                unsafe {
+                    let nice = sys::getpriority(sys::PRIO_PROCESS, id);
+                    sys::setpriority(sys::PRIO_PROCESS, id, nice + 1);
+                }
             }
         }
     }
@@ -644,7 +807,8 @@ mod tests {
     #[test]
     fn one_that_watches_for_stalls_never_sleeps_for_good() {
         let (shared, _) = Memory::new().expect("memory");
-        let mut watch = Watch::new(&shared);
+        let said = Said::default();
+        let mut watch = Watch::new(Herald::new(&shared, &said));
         watch.dump = None;
         let now = Instant::now();
         assert_eq!(watch.pause(now), None, "nothing to look at");
@@ -654,7 +818,71 @@ mod tests {
             .stall_ns
             .store(stall.as_nanos() as u64, Ordering::Relaxed);
         assert_eq!(watch.pause(now), Some(stall / 8));
-        watch.announced = true;
+        said.dumping.store(true, Ordering::Relaxed);
         assert_eq!(watch.pause(now), None, "all has been said");
+    }
+
+    /// A memory with one peer, and that peer's socket.
+    fn one_peer() -> (Memory, UdpSocket) {
+        let (shared, _) = Memory::new().expect("memory");
+        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a socket");
+        socket.set_nonblocking(true).expect("a socket");
+        shared.peers[0].fill(&Entry {
+            engine: 0,
+            to: socket.local_addr().expect("bound"),
+            life: (1, 2),
+            token: [3; 16],
+        });
+        shared.peers_used.store(1, Ordering::Release);
+        // No process: nobody's priority is touched.
+        shared.parent.store(u32::MAX, Ordering::Relaxed);
+        (shared, socket)
+    }
+
+    fn received(socket: &UdpSocket) -> usize {
+        let mut bytes = [0; DATAGRAM];
+        let all = std::iter::from_fn(|| socket.recv(&mut bytes).ok().map(|_| bytes));
+        all.inspect(|bytes| assert_eq!(decode(bytes), Some((Notice::Died, (1, 2), [3; 16]))))
+            .count()
+    }
+
+    #[test]
+    fn both_threads_tell_of_a_death_and_one_tells_it_again() {
+        let (shared, socket) = one_peer();
+        let said = Said::default();
+        for lock in &shared.locks {
+            lock.word.store(7 | WAITERS | OWNER_DIED, Ordering::Release);
+        }
+        wait_for_death(Herald::new(&shared, &said));
+        assert_eq!(received(&socket), SENDS.len());
+        Watch::new(Herald::new(&shared, &said)).run();
+        assert_eq!(received(&socket), 1);
+    }
+
+    #[test]
+    fn what_was_told_while_it_was_dumped_is_not_told_again() {
+        let (shared, socket) = one_peer();
+        let said = Said::default();
+        said.dumping.store(true, Ordering::Relaxed);
+        Herald::new(&shared, &said).announce_death();
+        assert_eq!(received(&socket), 0);
+        // Released in order: nobody died.
+        said.dumping.store(false, Ordering::Relaxed);
+        wait_for_death(Herald::new(&shared, &said));
+        assert_eq!(received(&socket), 0);
+    }
+
+    #[test]
+    fn the_halves_are_all_processors_and_share_none() {
+        let allowed = rustix::thread::sched_getaffinity(None).expect("told");
+        let cpus = allowed.count() as usize;
+        let Some([first, second]) = halves() else {
+            assert_eq!(cpus, 1);
+            return;
+        };
+        let count = |mask: &Processors| mask.iter().map(|word| word.count_ones()).sum::<u32>();
+        assert_eq!((count(&first) + count(&second)) as usize, cpus);
+        assert!(first.iter().zip(&second).all(|(a, b)| a & b == 0));
+        assert!(count(&first) > 0 && count(&second) > 0);
     }
 }

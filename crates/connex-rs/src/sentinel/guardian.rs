@@ -275,7 +275,7 @@ impl Guardian {
     /// The sentinel has to look at the settings again: at once, and our thread rings until it has.
     fn changed(&self) {
         self.memory.change.fetch_add(1, Ordering::AcqRel);
-        wake(&self.memory.lock);
+        wake(&self.memory.locks[0]);
         self.knock();
     }
 
@@ -404,7 +404,7 @@ impl<'a> Nurse<'a> {
         let memory = &self.guardian.memory;
         if self.sentinel.is_some() {
             if memory.ack.load(Ordering::Acquire) != memory.change.load(Ordering::Acquire) {
-                wake(&memory.lock);
+                wake(&memory.locks[0]);
             }
             return;
         }

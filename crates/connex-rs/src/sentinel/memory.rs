@@ -1,14 +1,14 @@
-//! The memory that the engines of this process share with their sentinel, and the robust lock in it.
+//! The memory that the engines of this process share with their sentinel, and the robust locks in it.
 
 use std::marker::PhantomData;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use super::program::{self, HOLDER, LOCK_FROM_NODE, Shared, WAITERS};
+use super::program::{self, HOLDER, LOCK_FROM_NODE, RobustLock, Shared, WAITERS};
 
 /// A mapping of [`Shared`]; the file behind it goes to the sentinel.
 pub(super) struct Memory {
@@ -85,8 +85,8 @@ struct ListHead {
     pending: *const AtomicU64,
 }
 
-/// The lock, held by the present thread: when the thread ends, by whatever cause, the kernel marks the lock word and wakes
-/// the sentinel, before it takes the process's memory down.
+/// The locks, held by the present thread: when the thread ends, by whatever cause, the kernel marks the lock words and wakes
+/// the sentinel's threads, before it takes the process's memory down.
 ///
 /// The thread's robust list is replaced meanwhile, so the thread must not take robust locks of the C library.
 pub(super) struct Held<'a> {
@@ -100,7 +100,7 @@ pub(super) struct Held<'a> {
 }
 
 impl<'a> Held<'a> {
-    /// Takes the lock, which is free.
+    /// Takes the locks, which are free.
     ///
     /// # Errors
     /// The system has no robust locks, or a filter forbids them.
@@ -119,17 +119,21 @@ impl<'a> Held<'a> {
             return Err(std::io::Error::last_os_error());
         }
         let mut head = Box::new(ListHead {
-            first: &memory.node,
+            first: &memory.locks[0].node,
             futex_offset: LOCK_FROM_NODE,
             pending: std::ptr::null(),
         });
         // A list is a circle: its last entry points to the head.
         let start = &raw const head.first as u64;
-        memory.node.store(start, Ordering::Relaxed);
+        let next = &raw const memory.locks[1].node as u64;
+        memory.locks[0].node.store(next, Ordering::Relaxed);
+        memory.locks[1].node.store(start, Ordering::Relaxed);
         // SAFETY: plain call without arguments.
         let thread = unsafe { libc::syscall(libc::SYS_gettid) } as u32 & HOLDER;
-        memory.lock.store(thread | WAITERS, Ordering::Release);
-        // SAFETY: head and entry stay where they are until the old list is put back in `drop`; if the thread ends before
+        for lock in &memory.locks {
+            lock.word.store(thread | WAITERS, Ordering::Release);
+        }
+        // SAFETY: head and entries stay where they are until the old list is put back in `drop`; if the thread ends before
         // that the process ends, too, or the memory has been leaked.
         let set = unsafe {
             libc::syscall(
@@ -140,7 +144,9 @@ impl<'a> Held<'a> {
         };
         if set != 0 {
             let error = std::io::Error::last_os_error();
-            memory.lock.store(0, Ordering::Release);
+            for lock in &memory.locks {
+                lock.word.store(0, Ordering::Release);
+            }
             return Err(error);
         }
         Ok(Self {
@@ -154,15 +160,18 @@ impl<'a> Held<'a> {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        self.memory.lock.store(0, Ordering::Release);
-        wake(&self.memory.lock);
+        for lock in &self.memory.locks {
+            lock.word.store(0, Ordering::Release);
+            wake(lock);
+        }
         // SAFETY: the pointer and length that the kernel gave us for this very thread.
         unsafe { libc::syscall(libc::SYS_set_robust_list, self.theirs.0, self.theirs.1) };
     }
 }
 
-/// Wakes whoever waits for the word, in whatever process.
-pub(super) fn wake(word: &AtomicU32) {
+/// Wakes whoever waits for the lock, in whatever process.
+pub(super) fn wake(lock: &RobustLock) {
+    let word = lock.word.as_ptr();
     // SAFETY: the word is mapped; waking touches nothing.
-    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
+    unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE, i32::MAX) };
 }
