@@ -23,6 +23,7 @@ use std::mem::offset_of;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
@@ -740,16 +741,17 @@ impl<'a> Herald<'a> {
         }
     }
 
-    /// Has the dead parent's threads give way, of which the last frees its memory: a little less priority makes the kernel choose again
-    /// who runs there. It is not made much less, for where there is more to do than processors the memory has to be freed as well.
+    /// Has the parent's ending threads give way, of which the last frees its memory: a little less priority makes the kernel choose again
+    /// who runs there. It is not made much less, for where there is more to do than processors the memory has to be freed as well. A
+    /// thread that goes on, with another program (exec), keeps what it has.
     fn make_way(&self) {
         let Some(threads) = &self.threads else {
             return;
         };
         let threads = std::fs::read_dir(format!("/proc/self/fd/{}", threads.as_raw_fd()));
         for thread in threads.into_iter().flatten().flatten() {
-            let name = thread.file_name();
-            if let Some(id) = name.to_str().and_then(|name| name.parse().ok()) {
+            let id = thread.file_name().to_str().and_then(|id| id.parse().ok());
+            if let Some(id) = id.filter(|_| is_ending(&thread.path())) {
                 // SAFETY: plain calls with numbers, which change one thread's scheduling or fail.
                 unsafe {
                     let nice = sys::getpriority(sys::PRIO_PROCESS, id);
@@ -778,6 +780,21 @@ impl<'a> Herald<'a> {
             let _ = socket.send_to(datagram, to);
         }
     }
+}
+
+/// Whether the thread of this folder in `/proc` is ending.
+fn is_ending(thread: &Path) -> bool {
+    /// The kernel's `PF_EXITING`.
+    const ENDING: u32 = 4;
+    let stat = std::fs::read_to_string(thread.join("stat")).unwrap_or_default();
+    // The name, in brackets, may contain anything.
+    let flags = stat
+        .rsplit(')')
+        .next()
+        .and_then(|rest| rest.split_whitespace().nth(6));
+    flags
+        .and_then(|flags| flags.parse().ok())
+        .is_some_and(|flags: u32| flags & ENDING != 0)
 }
 
 /// `/proc/PARENT/status`, if a crash of the parent may leave a core dump.
