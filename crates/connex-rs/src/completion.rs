@@ -4,9 +4,8 @@ use std::sync::OnceLock;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
-
 use crate::error::{Error, Result};
+use crate::sync::{Condvar, Mutex};
 
 /// Shared by the engine, which finishes it, and the caller, who waits.
 #[derive(Debug, Default)]
@@ -64,13 +63,8 @@ impl Completion {
         let mut waiting = self.waiting.lock();
         while self.result.get().is_none() {
             waiting.sleepers += 1;
-            let timed_out = match until {
-                Some(until) => self.finished.wait_until(&mut waiting, until).timed_out(),
-                None => {
-                    self.finished.wait(&mut waiting);
-                    false
-                }
-            };
+            let timed_out;
+            (waiting, timed_out) = self.finished.wait_until(waiting, until);
             waiting.sleepers -= 1;
             if timed_out {
                 break;

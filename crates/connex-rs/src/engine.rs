@@ -10,9 +10,6 @@ use std::task::{Context, Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Mutex, RwLock};
-use rand::RngCore;
-
 use crate::channel::Channels;
 use crate::clock::{now_ns, wall_ns};
 use crate::completion::{Completion, deadline};
@@ -27,9 +24,11 @@ use crate::identity::{Host, Incarnation, LogicalId, PeerUrl};
 use crate::inbox::Inbox;
 use crate::memory::Pages;
 use crate::progress::Hub;
+use crate::random;
 use crate::region::{Access, Denied, Granted, Holder, Registry};
 use crate::sentinel::{Seat, Wish};
 use crate::stats::{Counters, PeerPath, Stats};
+use crate::sync::{Mutex, RwLock};
 use crate::transfer::{Deadline, Element, Letter, OpId, Work};
 use crate::transport::tcp::{Liveness, Tcp, Tls};
 use crate::transport::ucx::{self, Ucx};
@@ -188,7 +187,7 @@ impl Engine {
         };
         let incarnation = Incarnation {
             start_ns: wall_ns(),
-            random: rand::rng().next_u64(),
+            random: random::number(),
         };
         let stall = config.checked_stall()?;
         let wish = listen.map(|listen| Wish {
@@ -1123,6 +1122,8 @@ impl Drop for Handle {
         } else {
             // The parent's descriptors and locks are not ours to touch: an epoll change here would be seen there.
             std::mem::forget(self.hub.clone());
+            // Nor is its thread: what was its memory may be that of a thread of ours by now.
+            std::mem::forget(self.thread.get_mut().take());
         }
     }
 }

@@ -6,9 +6,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
-
 use crate::identity::LogicalId;
+use crate::sync::{Condvar, Mutex};
 
 /// What happened.
 #[non_exhaustive]
@@ -111,13 +110,10 @@ impl EventQueue {
             if let Some(event) = inner.pop() {
                 return Some(event);
             }
-            match until {
-                Some(until) => {
-                    if self.filled.wait_until(&mut inner, until).timed_out() {
-                        return if inner.closed { None } else { inner.pop() };
-                    }
-                }
-                None => self.filled.wait(&mut inner),
+            let timed_out;
+            (inner, timed_out) = self.filled.wait_until(inner, until);
+            if timed_out {
+                return if inner.closed { None } else { inner.pop() };
             }
         }
     }

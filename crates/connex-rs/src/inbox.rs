@@ -9,10 +9,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
-
 use crate::completion::deadline;
 use crate::identity::LogicalId;
+use crate::sync::{Condvar, Mutex};
 use crate::transport::ConnId;
 use crate::wire::MAX_MESSAGE;
 
@@ -127,13 +126,10 @@ impl Inbox {
             if let Some(taken) = inner.take() {
                 return Some(taken);
             }
-            match until {
-                Some(until) => {
-                    if self.filled.wait_until(&mut inner, until).timed_out() {
-                        return if inner.closed { None } else { inner.take() };
-                    }
-                }
-                None => self.filled.wait(&mut inner),
+            let timed_out;
+            (inner, timed_out) = self.filled.wait_until(inner, until);
+            if timed_out {
+                return if inner.closed { None } else { inner.take() };
             }
         }
     }

@@ -12,16 +12,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use crossbeam_queue::SegQueue;
-use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::time::Timespec;
 
 use crate::clock::now_ns;
-use crate::completion::Completion;
+use crate::completion::{Completion, deadline};
 use crate::core::{Command, Core, Out, Shared};
 use crate::error::{Error, Result};
 use crate::fork;
 use crate::host;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::transport::{OneSided, OneSidedDone, Transport};
 
 /// Commands taken in one turn, so that a flood of posts does not hold up answers.
@@ -255,11 +255,11 @@ impl Hub {
             if driver.core.has_woken() {
                 let mut woken = Vec::new();
                 driver.core.take_woken(&mut woken);
-                MutexGuard::unlocked(&mut driver, || {
-                    for completion in woken {
-                        completion.wake();
-                    }
-                });
+                drop(driver);
+                for completion in woken {
+                    completion.wake();
+                }
+                driver = self.driver.lock();
             }
             n = driver.turn(self);
         }
@@ -397,10 +397,12 @@ impl Hub {
 
     /// Waits until the progress thread has ended; false after `timeout`.
     pub(crate) fn wait_ended(&self, timeout: Duration) -> bool {
-        let until = Instant::now() + timeout;
+        let until = deadline(Some(timeout));
         let mut ended = self.ended.lock();
         while !*ended {
-            if self.ended_changed.wait_until(&mut ended, until).timed_out() {
+            let timed_out;
+            (ended, timed_out) = self.ended_changed.wait_until(ended, until);
+            if timed_out {
                 break;
             }
         }

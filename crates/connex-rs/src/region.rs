@@ -9,11 +9,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::{Condvar, Mutex};
 use rustc_hash::FxHashMap;
 
+use crate::completion::deadline;
 use crate::device::Residence;
 use crate::error::{Error, Result};
+use crate::sync::{Condvar, Mutex};
 use crate::transport::ConnId;
 
 /// What peers may do with a region.
@@ -194,10 +195,12 @@ impl Region {
 
     /// Waits until no lease is left; false if that took longer than `timeout`.
     pub fn wait_unused(&self, timeout: std::time::Duration) -> bool {
-        let until = std::time::Instant::now() + timeout;
+        let until = deadline(Some(timeout));
         let mut holders = self.users.holders.lock();
         while !holders.is_empty() {
-            if self.users.none.wait_until(&mut holders, until).timed_out() {
+            let timed_out;
+            (holders, timed_out) = self.users.none.wait_until(holders, until);
+            if timed_out {
                 return holders.is_empty();
             }
         }

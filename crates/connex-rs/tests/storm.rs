@@ -2,8 +2,8 @@
 
 mod common;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
 
 use common::{Memory, Net, code, engine, read, wait_for, write};
@@ -30,9 +30,7 @@ impl Dice {
 }
 
 fn sixteen_threads_do_everything(net: Net) {
-    let engines: Vec<parking_lot::RwLock<Engine>> = (0..3)
-        .map(|n| parking_lot::RwLock::new(engine(net, n)))
-        .collect();
+    let engines: Vec<RwLock<Engine>> = (0..3).map(|n| RwLock::new(engine(net, n))).collect();
     let memory: Vec<Memory> = (0..16).map(|_| Memory::new(SLOT)).collect();
     let canary = Memory::poisoned(1 << 20, 0x99);
     let until = Instant::now() + time();
@@ -47,8 +45,12 @@ fn sixteen_threads_do_everything(net: Net) {
                 let scratch = Memory::new(SLOT);
                 while Instant::now() < until {
                     let (n, m) = (dice.roll(3) as usize, dice.roll(3) as usize);
-                    let me = engines[n].read().clone();
-                    let url = engines[m].read().local_url().to_owned();
+                    let me = engines[n].read().expect("no thread panicked").clone();
+                    let url = engines[m]
+                        .read()
+                        .expect("no thread panicked")
+                        .local_url()
+                        .to_owned();
                     let other = &memory[dice.roll(16) as usize];
                     let len = 1 + dice.roll(SLOT as u64 - 1) as usize;
                     let result = match dice.roll(20) {
@@ -85,7 +87,10 @@ fn sixteen_threads_do_everything(net: Net) {
                         18 if dice.roll(30) == 0 => {
                             // Closed under everybody's feet and replaced.
                             let fresh = engine(net, n as u32);
-                            let old = std::mem::replace(&mut *engines[n].write(), fresh);
+                            let old = std::mem::replace(
+                                &mut *engines[n].write().expect("no thread panicked"),
+                                fresh,
+                            );
                             old.close();
                             0
                         }
@@ -101,7 +106,7 @@ fn sixteen_threads_do_everything(net: Net) {
     assert_eq!(counts[3], 0, "nothing is slow here: {counts:?}");
     assert!(canary.is_all(0, 1 << 20, 0x99), "memory outside regions");
     for engine in &engines {
-        let engine = engine.read();
+        let engine = engine.read().expect("no thread panicked");
         engine.close();
         let stats = engine.stats();
         assert_eq!((stats.inflight, stats.live_peers), (0, 0));

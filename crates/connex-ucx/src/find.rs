@@ -3,10 +3,10 @@
 use std::env;
 use std::fmt;
 use std::path::{Path, PathBuf};
-
-use parking_lot::Mutex;
+use std::sync::Mutex;
 
 use crate::error::LoadError;
+use crate::lock::lock;
 
 /// The file that everything is found by.
 pub(crate) const LIBUCP: &str = "libucp.so.0";
@@ -53,7 +53,7 @@ static WHEEL_DIR: Mutex<Option<PathBuf>> = Mutex::new(None);
 /// Says where the `libucx` Python package lies (its own folder or its `lib`): for language bindings, which can
 /// ask their interpreter. `CONNEX_RS_UCX_WHEEL` wins over it. No effect once a UCX is loaded.
 pub fn set_wheel_dir(dir: impl Into<PathBuf>) {
-    *WHEEL_DIR.lock() = Some(dir.into());
+    *lock(&WHEEL_DIR) = Some(dir.into());
 }
 
 /// What the environment says and the host has, gathered once so that the order can be tested.
@@ -74,7 +74,7 @@ impl Places {
                 .filter(|v| !v.is_empty())
                 .map(PathBuf::from)
         };
-        let wheel = match var("CONNEX_RS_UCX_WHEEL").or_else(|| WHEEL_DIR.lock().clone()) {
+        let wheel = match var("CONNEX_RS_UCX_WHEEL").or_else(|| lock(&WHEEL_DIR).clone()) {
             Some(dir) => vec![dir],
             None => var("VIRTUAL_ENV")
                 .map(|venv| site_packages(&venv))

@@ -12,8 +12,9 @@
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
 use std::path::Path;
+use std::sync::{Mutex, MutexGuard};
 
-use parking_lot::{Mutex, MutexGuard};
+use crate::lock::lock;
 
 /// Held while the process's state is changed.
 static LOAD: Mutex<()> = Mutex::new(());
@@ -101,7 +102,7 @@ pub struct ScopedEnv {
 impl ScopedEnv {
     /// Sets each variable that is not set. Waits for an earlier one, and for a load of UCX, to end: one thread must not hold two.
     pub fn set<'a>(variables: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
-        let lock = LOAD.lock();
+        let lock = lock(&LOAD);
         let mut set = Vec::new();
         for (name, value) in variables {
             if std::env::var_os(name).is_none() {

@@ -30,6 +30,7 @@ mod guard;
 mod lanes;
 mod library;
 mod listener;
+mod lock;
 mod memory;
 mod printed;
 mod request;

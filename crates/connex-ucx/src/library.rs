@@ -3,14 +3,14 @@
 use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 
 use libloading::os::unix::{Library as Dl, RTLD_LAZY, RTLD_LOCAL};
-use parking_lot::Mutex;
 
 use crate::error::LoadError;
 use crate::find::{Choice, Places, same_file};
 use crate::guard::LoadGuard;
+use crate::lock::lock;
 use crate::sys;
 
 /// The oldest UCX that this crate works with.
@@ -67,7 +67,7 @@ impl Library {
         if let Some(library) = LOADED.get() {
             return Ok(library);
         }
-        let _one_at_a_time = LOADING.lock();
+        let _one_at_a_time = lock(&LOADING);
         if let Some(library) = LOADED.get() {
             return Ok(library);
         }

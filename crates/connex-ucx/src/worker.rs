@@ -6,11 +6,9 @@ use std::marker::PhantomData;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-
-use parking_lot::Mutex;
 
 use crate::context::Context;
 use crate::core::{self, Core, Route};
@@ -18,6 +16,7 @@ use crate::endpoint::{self, EpId};
 use crate::error::{Error, Result};
 use crate::event::{Event, Receiver};
 use crate::listener::{self, ListenerId};
+use crate::lock::lock;
 use crate::rkey;
 use crate::status::Status;
 use crate::sys;
@@ -62,7 +61,7 @@ impl Shared {
         if self.gone.load(Ordering::Acquire) {
             return;
         }
-        self.dropped.lock().push(what);
+        lock(&self.dropped).push(what);
         self.any_dropped.store(true, Ordering::Release);
     }
 }
@@ -330,7 +329,7 @@ impl Worker {
         if !self.shared.any_dropped.swap(false, Ordering::AcqRel) {
             return 0;
         }
-        let dropped = std::mem::take(&mut *self.shared.dropped.lock());
+        let dropped = std::mem::take(&mut *lock(&self.shared.dropped));
         let count = dropped.len();
         for what in dropped {
             match what {

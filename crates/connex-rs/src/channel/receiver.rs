@@ -299,7 +299,9 @@ impl Future for Accepting<'_> {
 
 impl Drop for Accepting<'_> {
     fn drop(&mut self) {
-        if let Some(wait) = &self.wait {
+        if let Some(wait) = &self.wait
+            && self.engine.check_process().is_ok()
+        {
             self.engine.shared().channels.forget_wait(wait);
         }
     }

@@ -175,10 +175,13 @@ impl Sender {
     }
 
     fn end(&self, clean: bool) {
+        if self.engine.check_process().is_err() {
+            return;
+        }
         let mut woken = Vec::new();
         let first = self.outlet.close(clean, &mut woken);
         wake(woken);
-        if first && self.engine.check_process().is_ok() {
+        if first {
             let request = Request::End(self.outlet.clone());
             self.engine.hub().command(Command::Channel(request));
         }
@@ -425,7 +428,9 @@ impl Future for Sending<'_> {
 
 impl Drop for Sending<'_> {
     fn drop(&mut self) {
-        if let Some(wait) = &self.wait {
+        if let Some(wait) = &self.wait
+            && self.sender.engine.check_process().is_ok()
+        {
             self.sender.outlet.forget_wait(wait);
         }
     }

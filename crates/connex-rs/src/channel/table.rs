@@ -8,8 +8,6 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
-
 use super::ring::{Layout, Placed, decode_header};
 use super::state::{Broken, End, Incoming, Next, Outgoing, Ticket};
 use crate::completion::Completion;
@@ -18,6 +16,7 @@ use crate::fork;
 use crate::identity::{LogicalId, PeerUrl};
 use crate::memory::Pages;
 use crate::progress::Hub;
+use crate::sync::Mutex;
 use crate::transport::ConnId;
 
 /// Channels that wait to be accepted, of all peers.
@@ -448,14 +447,20 @@ impl Inlet {
 
     /// Whoever waited has given up.
     pub(crate) fn forget_wait(&self, wait: &Arc<Completion>) {
+        if !fork::is_native(self.born) {
+            return;
+        }
         self.state
             .lock()
             .waiting
             .retain(|other| !Arc::ptr_eq(other, wait));
     }
 
-    /// A step is not needed any more.
+    /// A step is not needed any more. Of no consequence in a forked child, where a thread that is not there may hold the lock.
     pub(crate) fn release(self: &Arc<Self>, slot: u32) {
+        if !fork::is_native(self.born) {
+            return;
+        }
         let mut state = self.state.lock();
         let tell = state.machine.release(slot) && state.gone.is_none();
         drop(state);

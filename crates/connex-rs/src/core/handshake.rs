@@ -5,7 +5,6 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use hmac::{Hmac, KeyInit, Mac};
-use rand::RngCore;
 use sha2::Sha256;
 
 use super::{
@@ -16,6 +15,7 @@ use crate::host;
 use crate::identity::{Host, Incarnation, LogicalId, PeerUrl};
 use crate::inbox::WINDOW;
 use crate::peer::{Greeting as LinkGreeting, Input, LinkId, LinkKey, Refusal, Why};
+use crate::random;
 use crate::transport::{Close, ConnId, Gone, Refuse};
 use crate::wire::{Greet, Greeting, Message, RefusalCode};
 
@@ -218,8 +218,7 @@ impl Core {
     }
 
     fn fresh_nonce(&mut self, conn: ConnId) -> [u8; 16] {
-        let mut nonce = [0; 16];
-        rand::rng().fill_bytes(&mut nonce);
+        let nonce = random::bytes();
         if let Some(entry) = self.conns.get_mut(&conn) {
             entry.nonce = nonce;
         }

@@ -2,8 +2,6 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use rand::RngCore;
-
 use super::{
     Close, Conn, Core, FLUSH_TIME, Incoming, Link, NOBODY, Out, Stage, Verdict, debug_line,
     handshake::rejected,
@@ -14,6 +12,7 @@ use crate::heartbeat::Heartbeat;
 use crate::identity::{Incarnation, LogicalId, PeerUrl};
 use crate::inbox::{Credit, WINDOW};
 use crate::peer::{Effect, How, Input, LinkId, LinkKey, Phase, Refusal, Why, Work as PeerWork};
+use crate::random;
 use crate::sentinel::Notice;
 use crate::transport::{Caps, ConnId, Gone};
 use crate::wire::{GoodbyeCode, Message};
@@ -128,7 +127,7 @@ impl Core {
 
     /// Somebody needs a link to this peer.
     pub(super) fn want(&mut self, peer: usize, explicit: bool) {
-        let link = LinkId(rand::rng().next_u64());
+        let link = LinkId(random::number());
         self.input(peer, Input::Want { link, explicit });
     }
 

@@ -20,7 +20,6 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use self::one_sided::KeyRange;
@@ -37,6 +36,7 @@ use crate::peer::{LinkId, LinkKey, Peer, Phase, Why};
 use crate::region::{Lease, Registry};
 use crate::sentinel::{Notice, Seat};
 use crate::stats::Counters;
+use crate::sync::Mutex;
 use crate::transfer::{Deadline, Op, OpId, Work};
 use crate::transport::{Body, Class, Close, ConnId, Fence, Frame, KeyId, Source};
 use crate::wire::{self, Greeting, Message, MsgPiece};

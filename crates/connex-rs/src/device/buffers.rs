@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
 use super::driver::{ContextId, Driver};
+use crate::sync::Mutex;
 
 /// Bytes of a buffer: the longest piece of any transport.
 pub(crate) const BUFFER: usize = crate::transport::tcp::PIECE;

@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 use std::{fmt, ptr};
 
 use super::{Kind, Residence};
+use crate::sync::Mutex;
 
 /// A context of the driver, by its handle; 0 is none.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -170,7 +171,6 @@ impl Driver {
 
     /// The primary context of a device. Kept for the life of the process, as the CUDA runtime itself does.
     fn primary(&self, ordinal: c_int) -> Option<ContextId> {
-        use parking_lot::Mutex;
         static PRIMARY: Mutex<Vec<(c_int, ContextId)>> = Mutex::new(Vec::new());
         let mut known = PRIMARY.lock();
         if let Some((_, context)) = known.iter().find(|(of, _)| *of == ordinal) {
@@ -309,7 +309,7 @@ pub(super) struct Lane {
     context: ContextId,
     stream: usize,
     /// Events that are free to be used again.
-    events: parking_lot::Mutex<Vec<usize>>,
+    events: Mutex<Vec<usize>>,
 }
 
 impl Lane {
@@ -324,7 +324,7 @@ impl Lane {
             driver,
             context,
             stream,
-            events: parking_lot::Mutex::default(),
+            events: Mutex::default(),
         })
     }
 

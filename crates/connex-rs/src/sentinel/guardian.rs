@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::time::Timespec;
 
@@ -15,8 +14,10 @@ use super::memory::{Held, Memory, wake};
 use super::post::{Next, Post};
 use super::program::{self, Entry, MAX_ENGINES, MAX_PEERS, MUTE_ALL};
 use super::spawn::{self, Started, Ways};
+use crate::completion::deadline;
 use crate::fork::{self, Private};
 use crate::stats::SentinelState;
+use crate::sync::{Condvar, Mutex};
 
 /// Between attempts to start a sentinel that does not live: doubled each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -132,9 +133,11 @@ impl Guardian {
         drop(post);
         self.stop.store(true, Ordering::Release);
         self.knock();
-        let until = Instant::now() + PARTING;
-        let mut ended = self.ended.lock();
-        while !*ended && !self.ended_changed.wait_until(&mut ended, until).timed_out() {}
+        let until = deadline(Some(PARTING));
+        let (mut ended, mut timed_out) = (self.ended.lock(), false);
+        while !*ended && !timed_out {
+            (ended, timed_out) = self.ended_changed.wait_until(ended, until);
+        }
     }
 
     fn start() -> io::Result<Arc<Self>> {

@@ -27,11 +27,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use parking_lot::Mutex;
-
 use crate::identity::Incarnation;
 use crate::progress::Hub;
 use crate::stats::SentinelState;
+use crate::sync::Mutex;
 use crate::transport::ConnId;
 use guardian::Guardian;
 use post::Post;

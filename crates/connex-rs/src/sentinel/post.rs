@@ -7,14 +7,13 @@ use std::os::fd::AsRawFd;
 use std::sync::{OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-use rand::RngCore;
-
 use super::program::{self, DATAGRAM, Notice};
 use crate::core::Command;
 use crate::fork::Private;
 use crate::identity::Incarnation;
 use crate::progress::Hub;
+use crate::random;
+use crate::sync::Mutex;
 use crate::transport::ConnId;
 
 /// Datagrams read at one wake-up.
@@ -172,9 +171,7 @@ impl Post {
 
 /// A fresh token: unguessable, and good for one link.
 pub(super) fn draw() -> [u8; 16] {
-    let mut token = [0; 16];
-    rand::rng().fill_bytes(&mut token);
-    token
+    random::bytes()
 }
 
 fn first_half(token: &[u8; 16]) -> u64 {

@@ -9,6 +9,7 @@
 //! Where this process itself takes orphans (process 1 of a container, a subreaper), the grandchild becomes its child
 //! after all; [`reap`] deals with that.
 
+use crate::random;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -17,7 +18,6 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rand::RngCore;
 use rustix::fs::MemfdFlags;
 
 /// The program, as `build.rs` compiled it; empty for machines that it does not exist for.
@@ -120,7 +120,7 @@ fn from_memory(table: BorrowedFd<'_>) -> io::Result<Started> {
 
 fn from_file(place: &Path, table: BorrowedFd<'_>) -> io::Result<Started> {
     // Nobody else can put another program in our place: the directory is new and ours alone.
-    let dir = place.join(format!("connex-rs-{:016x}", rand::rng().next_u64()));
+    let dir = place.join(format!("connex-rs-{:016x}", random::number()));
     std::fs::DirBuilder::new().mode(0o700).create(&dir)?;
     let path = dir.join("connex-sentinel");
     let result = (|| {

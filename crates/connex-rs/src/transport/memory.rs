@@ -11,13 +11,13 @@ use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{
     Body, Caps, Class, Close, ConnId, ConnIds, Fence, Frame, Gone, Head, KeyId, OneSided,
     OneSidedDone, Place, Received, Refuse, Source, Target, Transport, Upcalls,
 };
+use crate::sync::Mutex;
 
 /// The longest body of a frame: small, so that tests see many pieces.
 const PIECE: usize = 16 << 10;

@@ -1,0 +1,110 @@
+//! Locks that a forked child can use.
+//!
+//! They are the standard library's, each of which is a few words of its own memory. A lock whose sleepers stand in one
+//! table for the whole process (parking_lot's) hands a forked child that table with the parent's threads in it: their memory
+//! becomes the stacks of the child's threads, and the table is followed into them. No lock is poisoned: whoever panics
+//! while holding one leaves a consistent state behind, and the others go on.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{self, PoisonError, TryLockError};
+use std::time::Instant;
+
+pub(crate) use std::sync::MutexGuard;
+
+/// Mutual exclusion.
+#[derive(Debug, Default)]
+pub(crate) struct Mutex<T>(sync::Mutex<T>);
+
+impl<T> Mutex<T> {
+    pub(crate) const fn new(value: T) -> Self {
+        Self(sync::Mutex::new(value))
+    }
+
+    /// Waits for the lock.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lock, if it is free.
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        match self.0.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Many readers or one writer.
+#[derive(Debug, Default)]
+pub(crate) struct RwLock<T>(sync::RwLock<T>);
+
+impl<T> RwLock<T> {
+    pub(crate) fn read(&self) -> sync::RwLockReadGuard<'_, T> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn write(&self) -> sync::RwLockWriteGuard<'_, T> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Where threads sleep for a change of what a [`Mutex`] guards.
+///
+/// Whoever makes the change notifies after that, with the lock held or released. With no sleeper that costs no system call.
+#[derive(Debug, Default)]
+pub(crate) struct Condvar {
+    condvar: sync::Condvar,
+    /// Counted with the lock held, so that who had the lock later knows of every sleeper that missed its change.
+    sleepers: AtomicUsize,
+}
+
+impl Condvar {
+    pub(crate) const fn new() -> Self {
+        Self {
+            condvar: sync::Condvar::new(),
+            sleepers: AtomicUsize::new(0),
+        }
+    }
+
+    /// Sleeps without the lock until notified, or until `until` (`None`: never) has passed, or for no reason; true if time is up.
+    pub(crate) fn wait_until<'a, T>(
+        &self,
+        guard: MutexGuard<'a, T>,
+        until: Option<Instant>,
+    ) -> (MutexGuard<'a, T>, bool) {
+        self.sleepers.fetch_add(1, Ordering::Relaxed);
+        let (guard, timed_out) = match until {
+            Some(until) => {
+                let left = until.saturating_duration_since(Instant::now());
+                let (guard, result) = self
+                    .condvar
+                    .wait_timeout(guard, left)
+                    .unwrap_or_else(PoisonError::into_inner);
+                (guard, result.timed_out())
+            }
+            None => {
+                let guard = self.condvar.wait(guard);
+                (guard.unwrap_or_else(PoisonError::into_inner), false)
+            }
+        };
+        self.sleepers.fetch_sub(1, Ordering::Relaxed);
+        (guard, timed_out)
+    }
+
+    pub(crate) fn notify_one(&self) {
+        if self.sleepers.load(Ordering::Relaxed) > 0 {
+            self.condvar.notify_one();
+        }
+    }
+
+    pub(crate) fn notify_all(&self) {
+        if self.sleepers.load(Ordering::Relaxed) > 0 {
+            self.condvar.notify_all();
+        }
+    }
+}
