@@ -24,19 +24,12 @@ pub(crate) fn bytes<const N: usize>() -> [u8; N] {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::File;
     use std::io::{Read as _, Write as _};
-    use std::os::fd::FromRawFd as _;
 
     #[test]
     fn a_child_draws_other_numbers_than_its_parent() {
         super::number();
-        let mut pipe = [0; 2];
-        // SAFETY: opens two descriptors, each of which becomes a file's own.
-        let [mut from_child, mut to_parent] = unsafe {
-            assert_eq!(libc::pipe2(pipe.as_mut_ptr(), libc::O_CLOEXEC), 0);
-            pipe.map(|fd| File::from_raw_fd(fd))
-        };
+        let (mut from_child, mut to_parent) = std::io::pipe().expect("a pipe");
         // SAFETY: the child draws, writes and ends.
         let child = unsafe { libc::fork() };
         assert!(child >= 0, "fork: {}", std::io::Error::last_os_error());
@@ -52,9 +45,7 @@ mod tests {
             .expect("the child's number");
         assert_ne!(u64::from_ne_bytes(theirs), super::number());
         // SAFETY: waits for our own child.
-        assert_eq!(
-            unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) },
-            child
-        );
+        let waited = unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+        assert_eq!(waited, child);
     }
 }
