@@ -213,11 +213,11 @@ impl ChannelSender {
     fn finish(&self, py: Python<'_>, transfer: &Bound<'_, Transfer>) -> PyResult<()> {
         let sender = self.sender()?;
         let transfer = transfer.get().inner();
-        transfer::wait(py, transfer, None)?;
-        match sender.outcome(transfer) {
-            Some(Ok(())) => Ok(()),
-            Some(Err(error)) => Err(failure(py, &error)),
-            None => Err(endless()),
+        let waited = transfer::wait(py, transfer, None)?;
+        match (sender.outcome(transfer), waited) {
+            (Some(Ok(())), _) => Ok(()),
+            (Some(Err(error)), _) | (None, Some(Err(error))) => Err(failure(py, &error)),
+            (None, _) => Err(endless()),
         }
     }
 

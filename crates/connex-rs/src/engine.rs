@@ -1144,14 +1144,18 @@ impl Transfer {
     }
 
     /// Waits for the end; `None` if it is still running after `timeout` (`None`: never).
+    ///
+    /// # Errors
+    /// How it ended, as the call that started it says; `Invalid` in a forked child, where it never ends.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Result<()>> {
         let until = deadline(timeout);
-        if let Some(hub) = &self.engine
-            && !self.done()
-            && timeout != Some(Duration::ZERO)
-            && fork::is_native(hub.born)
-        {
-            hub.help(&self.completion, until, || false);
+        if let Some(hub) = self.running_on() {
+            if let Err(error) = fork::check(hub.born) {
+                return Some(Err(error));
+            }
+            if timeout != Some(Duration::ZERO) {
+                hub.help(&self.completion, until, || false);
+            }
         }
         self.completion.wait_until(until);
         self.completion.result().cloned()
@@ -1169,14 +1173,31 @@ impl Transfer {
     }
 
     /// Ends the operation before its time, with `Canceled`, and returns once nothing touches its memory any
-    /// more. If it had been started its link is closed, as by a time-out. Nothing happens to one that has ended.
+    /// more. If it had been started its link is closed, as by a time-out. Nothing happens to one that has ended, nor in a forked
+    /// child, where nothing touches it.
     pub fn cancel(&self) {
-        if let Some(hub) = &self.engine
-            && !self.done()
+        if let Some(hub) = self.running_on()
+            && fork::is_native(hub.born)
         {
             let error = Error::new(ErrorKind::Canceled, "canceled by its caller");
             hub.command(Command::Cancel { id: self.id, error });
             self.completion.wait_until(None);
+        }
+    }
+
+    /// The engine it runs on, until it has ended.
+    fn running_on(&self) -> Option<&Arc<Hub>> {
+        self.engine.as_ref().filter(|_| !self.done())
+    }
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        if let Some(hub) = self.engine.take()
+            && !fork::is_native(hub.born)
+        {
+            // The child has closed its descriptors: their numbers may be those of others by now.
+            std::mem::forget(hub);
         }
     }
 }
@@ -1185,6 +1206,9 @@ impl Future for Transfer {
     type Output = Result<()>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
+        if let Some(hub) = self.running_on() {
+            fork::check(hub.born)?;
+        }
         if self.completion.set_waker(context.waker()) {
             return Poll::Pending;
         }

@@ -12,7 +12,7 @@ pub(crate) fn number() -> u64 {
     OsRng.unwrap_err().next_u64()
 }
 
-/// `N` bytes, at most 256.
+/// `N` bytes.
 ///
 /// # Panics
 /// As [`number`].

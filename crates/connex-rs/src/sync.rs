@@ -1,9 +1,9 @@
-//! Locks that a forked child can use.
+//! Locks that leave a forked child free to make its own.
 //!
 //! They are the standard library's, each of which is a few words of its own memory. A lock whose sleepers stand in one
 //! table for the whole process (parking_lot's) hands a forked child that table with the parent's threads in it: their memory
-//! becomes the stacks of the child's threads, and the table is followed into them. No lock is poisoned: whoever panics
-//! while holding one leaves a consistent state behind, and the others go on.
+//! becomes the stacks of the child's threads, and the table is followed into them. What a thread of the parent held at the
+//! fork stays locked in the child: a child locks nothing that it inherited. No lock is poisoned.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{self, PoisonError, TryLockError};

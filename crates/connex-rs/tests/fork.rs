@@ -4,6 +4,7 @@
 mod common;
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use common::{LONG, Memory, Net, code, engine, id, link, read};
 use connex_rs::channel::OwnedArray;
@@ -17,14 +18,14 @@ const CHILD_SECONDS: u32 = 30;
 
 /// Forks, runs `body` in the child, and expects true of it.
 fn in_child(what: &str, body: impl FnOnce() -> bool) {
-    // SAFETY: the child runs `body`, which is what this file tests, and ends by `_exit`.
+    // SAFETY: the child runs `body` and ends by `_exit`. It allocates and starts threads, which glibc, unlike POSIX, allows.
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "fork: {}", std::io::Error::last_os_error());
     if child == 0 {
-        // SAFETY: ends the child if it hangs, and then without running what belongs to the parent.
+        // SAFETY: has the child ended by a signal if it hangs.
         unsafe { libc::alarm(CHILD_SECONDS) };
         let right = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).unwrap_or(false);
-        // SAFETY: as above.
+        // SAFETY: ends the child without running what belongs to the parent.
         unsafe { libc::_exit(if right { 0 } else { 1 }) };
     }
     let mut status = 0;
@@ -96,15 +97,15 @@ fn new_engines_work(net: Net) -> bool {
                 }
             });
         }
-        for _ in 0..100 {
-            let sent = mine.send_msg(Recipient::Url(other.local_url()), vec![1], LONG);
-            if sent.is_err() || other.recv_msg(LONG) != Some((id(8), vec![1])) {
-                return false;
-            }
-        }
-        mine.close();
-        other.close();
-        true
+        let _end = OnDrop(|| {
+            mine.close();
+            other.close();
+        });
+        let soon = Some(Duration::from_secs(10));
+        (0..100).all(|_| {
+            let sent = mine.send_msg(Recipient::Url(other.local_url()), vec![1], soon);
+            sent.is_ok() && other.recv_msg(soon) == Some((id(8), vec![1]))
+        })
     })
 }
 
@@ -141,10 +142,10 @@ fn a_child_drops_what_it_inherited() {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
+            let _close = OnDrop(|| sender.close());
             while !over.load(Ordering::Relaxed) {
                 sender.send_owned(&step(), 1, LONG).expect("sent");
             }
-            sender.close();
         });
         scope.spawn(|| {
             for step in receiver.steps() {
@@ -167,4 +168,29 @@ fn a_child_drops_what_it_inherited() {
         }
     });
     assert_eq!(a.stats().failures + b.stats().failures, 0);
+}
+
+#[test]
+fn a_childs_descriptors_outlive_a_transfer_that_it_inherited() {
+    let (a, b) = (engine(Net::Tcp, 0), engine(Net::Tcp, 1));
+    link(&a, &b);
+    let (here, there) = (Memory::new(4096), Memory::patterned(4096, 1));
+    there.register(&b);
+    let read = || {
+        // SAFETY: `here` lives until the transfer has ended.
+        unsafe { a.get(b.local_url(), here.addr(), there.addr() as u64, 4096, LONG) }
+    };
+    let ended = read().expect("posted");
+    ended.wait(LONG).expect("ended").expect("read");
+    b.close();
+    // The transfer is what is left of its engine.
+    a.close();
+    drop(a);
+    in_child("descriptors", || {
+        let files: Vec<_> = (0..64)
+            .map(|_| std::fs::File::open("/dev/null").expect("a descriptor"))
+            .collect();
+        drop(ended);
+        files.iter().all(|file| file.metadata().is_ok())
+    });
 }

@@ -58,7 +58,8 @@ pub(crate) enum Dropped {
 
 impl Shared {
     pub(crate) fn dropped(&self, what: Dropped) {
-        if self.gone.load(Ordering::Acquire) {
+        // In a child nobody closes anything, and a thread of the parent may have held the lock.
+        if self.gone.load(Ordering::Acquire) || self.context.library().in_forked_child() {
             return;
         }
         lock(&self.dropped).push(what);

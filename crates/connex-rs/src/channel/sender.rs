@@ -92,6 +92,7 @@ impl Sender {
     /// `PeerFailed`, with the correlation numbers that the receiver has not released
     /// ([`untaken`](Error::untaken)), when the channel has failed; `Canceled` after `close`.
     pub fn send(&self, arrays: &[Array<'_>], corr: u64, timeout: Option<Duration>) -> Result<()> {
+        self.engine.check_process()?;
         let step = self.prepare(arrays.iter().map(Array::raw))?;
         let (ring, ticket) = self.slot(corr, timeout)?;
         let (command, completion, _) = self.command(step, ring, ticket, corr);
@@ -114,6 +115,7 @@ impl Sender {
         corr: u64,
         timeout: Option<Duration>,
     ) -> Result<Transfer> {
+        self.engine.check_process()?;
         let step = self.prepare(arrays.iter().map(OwnedArray::raw))?;
         let (ring, ticket) = self.slot(corr, timeout)?;
         Ok(self.post(step, ring, ticket, corr))
@@ -219,7 +221,6 @@ impl Sender {
     }
 
     fn slot(&self, corr: u64, timeout: Option<Duration>) -> Result<(u64, Ticket)> {
-        self.engine.check_process()?;
         let until = deadline(timeout);
         loop {
             match self.outlet.take(corr, true)? {
