@@ -994,9 +994,6 @@ impl Engine {
             counters.region_bytes.set(registry.bytes());
             drop(registry);
             counters.messages_queued_bytes.set(shared.inbox.bytes());
-            counters
-                .accept_backoffs
-                .set(self.0.hub.with_driver(|driver| driver.accept_backoffs()));
         }
         let mut stats = counters.read();
         stats.transport = self.0.transport.to_owned();

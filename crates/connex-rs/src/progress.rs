@@ -515,17 +515,6 @@ impl Driver {
         }
         n
     }
-
-    pub(crate) fn accept_backoffs(&self) -> u64 {
-        self.transport.as_ref().map_or(0, |t| t.accept_backoffs())
-    }
-}
-
-impl Hub {
-    /// Reads something that only the driver knows.
-    pub(crate) fn with_driver<T>(&self, read: impl FnOnce(&Driver) -> T) -> T {
-        read(&self.driver.lock())
-    }
 }
 
 #[cfg(by_hand)]

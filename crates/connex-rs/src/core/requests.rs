@@ -40,6 +40,10 @@ impl Upcalls for Core {
         }
     }
 
+    fn backed_off(&mut self) {
+        self.shared.counters.accept_backoffs.add_one();
+    }
+
     fn heard(&mut self, conn: ConnId) {
         let now = self.now;
         let Some(entry) = self.conns.get_mut(&conn) else {

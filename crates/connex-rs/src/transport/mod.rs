@@ -240,6 +240,8 @@ pub trait Upcalls {
     fn body(&mut self, conn: ConnId, received: Received) -> Result<(), Refuse>;
     /// The connection is gone, see the rules of this module.
     fn closed(&mut self, conn: ConnId, why: Gone);
+    /// Accept found no descriptor left and backs off.
+    fn backed_off(&mut self) {}
 }
 
 /// What a connection can do.
@@ -278,10 +280,6 @@ pub trait Transport: Send {
     fn caps(&self, conn: ConnId) -> Caps;
     /// Stops listening. Connections stay.
     fn stop_listening(&mut self);
-    /// How many times accept found no descriptor left and backed off.
-    fn accept_backoffs(&self) -> u64 {
-        0
-    }
     /// Tells the kind of memory that the CUDA driver does not know, if the transport can.
     fn prober(&self) -> Option<Prober> {
         None

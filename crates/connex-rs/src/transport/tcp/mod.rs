@@ -85,7 +85,6 @@ pub struct Tcp {
     /// When the timer is to ring next.
     rings: Option<Instant>,
     accepting: bool,
-    accept_backoffs: u64,
     liveness: Option<Liveness>,
     tls: Option<Tls>,
     slots: FxHashMap<ConnId, Slot>,
@@ -178,7 +177,6 @@ impl Tcp {
             rings: None,
             parting: 0,
             accepting: true,
-            accept_backoffs: 0,
             liveness,
             tls,
             slots: FxHashMap::default(),
@@ -278,6 +276,7 @@ impl Tcp {
                 Err(e) if is_connection_error(&e) => n += 1,
                 Err(e) => {
                     self.pause_accepting(&e);
+                    up.backed_off();
                     break;
                 }
             }
@@ -288,7 +287,6 @@ impl Tcp {
     /// No descriptor or memory is left: accepting stops for a while instead of spinning.
     fn pause_accepting(&mut self, why: &io::Error) {
         tracing::warn!(target: "connex_rs::transport", %why, "accept: pausing for {ACCEPT_PAUSE:?}");
-        self.accept_backoffs += 1;
         self.watch_listener(false);
         self.ring_in(ACCEPT_PAUSE);
     }
@@ -751,10 +749,6 @@ impl Transport for Tcp {
             drop(private);
             let _ = epoll::delete(&self.epoll, &listener);
         }
-    }
-
-    fn accept_backoffs(&self) -> u64 {
-        self.accept_backoffs
     }
 }
 

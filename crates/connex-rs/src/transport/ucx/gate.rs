@@ -16,6 +16,7 @@ use rustix::time::{
 };
 
 use crate::fork::Private;
+use crate::transport::Upcalls;
 
 /// How long listening pauses at a time.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -35,8 +36,6 @@ pub(super) struct Gate {
     epoll: OwnedFd,
     timer: OwnedFd,
     looked: Instant,
-    /// How many times listening has paused.
-    pub(super) backoffs: u64,
 }
 
 /// The listener, in the order in which its parts go.
@@ -77,7 +76,6 @@ impl Gate {
             epoll,
             timer,
             looked: Instant::now(),
-            backoffs: 0,
         })
     }
 
@@ -110,7 +108,7 @@ impl Gate {
     }
 
     /// Looks after the listener; cheap, for each round.
-    pub(super) fn look(&mut self, worker: &mut Worker) {
+    pub(super) fn look(&mut self, worker: &mut Worker, up: &mut dyn Upcalls) {
         let now = Instant::now();
         if now.duration_since(self.looked) < LOOK_EVERY {
             return;
@@ -122,16 +120,16 @@ impl Gate {
         if self.paused {
             self.resume(worker);
         } else if waits(socket) && !descriptors_left() {
-            self.pause(worker);
+            self.pause(worker, up);
         }
     }
 
     /// Stops accepting for a while.
-    pub(super) fn pause(&mut self, worker: &mut Worker) {
+    pub(super) fn pause(&mut self, worker: &mut Worker, up: &mut dyn Upcalls) {
         let Some(open) = self.open.as_ref().filter(|_| !self.paused) else {
             return;
         };
-        self.backoffs += 1;
+        up.backed_off();
         if open.listener.pause(worker, true) {
             tracing::warn!(
                 target: "connex_rs::transport",

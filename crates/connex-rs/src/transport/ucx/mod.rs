@@ -435,7 +435,7 @@ impl Ucx {
             return;
         }
         if !gate::descriptors_left() {
-            return self.gate.pause(self.workers.main());
+            return self.gate.pause(self.workers.main(), up);
         }
         let from = request.from();
         let same_host = from.is_some_and(|from| workers::is_own(from.ip()));
@@ -709,7 +709,7 @@ impl Transport for Ucx {
 
     fn progress(&mut self, up: &mut dyn Upcalls) -> usize {
         self.round += 1;
-        self.gate.look(self.workers.main());
+        self.gate.look(self.workers.main(), up);
         if let Some(nudge) = &mut self.nudge {
             nudge.look(Instant::now);
         }
@@ -767,10 +767,6 @@ impl Transport for Ucx {
 
     fn stop_listening(&mut self) {
         self.gate.stop();
-    }
-
-    fn accept_backoffs(&self) -> u64 {
-        self.gate.backoffs
     }
 
     fn prober(&self) -> Option<Prober> {
