@@ -2,7 +2,7 @@
 //!
 //! The processor cannot touch GPU memory, and no socket or shared memory can carry it. So the engine stages it: pieces
 //! are copied by the process's own CUDA driver into pinned host buffers and sent from there, and the other way round at
-//! the receiver, while other pieces travel. [`driver`] holds the driver, [`buffers`] the pinned memory, [`copies`] what waits for
+//! the receiver, while other pieces travel. `driver` holds the driver, `buffers` the pinned memory, `copies` what waits for
 //! copies. Hardware that reaches the memory itself (RDMA) is used instead where the transport has it and the transfer is
 //! not too small for it.
 
