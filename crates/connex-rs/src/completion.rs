@@ -11,14 +11,8 @@ use crate::sync::{Condvar, Mutex};
 #[derive(Debug, Default)]
 pub(crate) struct Completion {
     result: OnceLock<Result<(), Error>>,
-    waiting: Mutex<Waiting>,
+    waker: Mutex<Option<Waker>>,
     finished: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct Waiting {
-    sleepers: usize,
-    waker: Option<Waker>,
 }
 
 impl Completion {
@@ -33,15 +27,15 @@ impl Completion {
     ///
     /// Only the first call counts (I1); that there is one alone is the engine's duty, checked in debug builds.
     pub(crate) fn finish(&self, result: Result<(), Error>) -> bool {
-        let waiting = self.waiting.lock();
+        let waker = self.waker.lock();
         let first = self.result.set(result).is_ok();
         debug_assert!(first, "an operation ended twice");
-        waiting.sleepers > 0 || waiting.waker.is_some()
+        self.finished.has_sleepers() || waker.is_some()
     }
 
     /// Wakes who waits. Called after the driver has been released: a waker is foreign code.
     pub(crate) fn wake(&self) {
-        let waker = self.waiting.lock().waker.take();
+        let waker = self.waker.lock().take();
         self.finished.notify_all();
         if let Some(waker) = waker {
             waker.wake();
@@ -60,12 +54,10 @@ impl Completion {
 
     /// Sleeps until the end or until `until` (`None`: forever); true if it has ended.
     pub(crate) fn wait_until(&self, until: Option<Instant>) -> bool {
-        let mut waiting = self.waiting.lock();
+        let mut waker = self.waker.lock();
         while self.result.get().is_none() {
-            waiting.sleepers += 1;
             let timed_out;
-            (waiting, timed_out) = self.finished.wait_until(waiting, until);
-            waiting.sleepers -= 1;
+            (waker, timed_out) = self.finished.wait_until(waker, until);
             if timed_out {
                 break;
             }
@@ -75,11 +67,11 @@ impl Completion {
 
     /// Leaves a waker; false if the end has come already and the waker is not kept.
     pub(crate) fn set_waker(&self, waker: &Waker) -> bool {
-        let mut waiting = self.waiting.lock();
+        let mut kept = self.waker.lock();
         if self.result.get().is_some() {
             return false;
         }
-        match &mut waiting.waker {
+        match &mut *kept {
             Some(old) => old.clone_from(waker),
             none => *none = Some(waker.clone()),
         }

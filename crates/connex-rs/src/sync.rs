@@ -67,7 +67,7 @@ impl<T> RwLock<T> {
 #[derive(Debug, Default)]
 pub(crate) struct Condvar {
     condvar: sync::Condvar,
-    /// Counted with the lock held, so that who had the lock later knows of every sleeper that missed its change.
+    /// Counted, both ways, with the lock held, so that who had the lock later knows of every sleeper that missed its change.
     sleepers: AtomicUsize,
 }
 
@@ -104,14 +104,19 @@ impl Condvar {
         (guard, timed_out)
     }
 
+    /// Whether anybody sleeps here. Exact while the lock is held.
+    pub(crate) fn has_sleepers(&self) -> bool {
+        self.sleepers.load(Ordering::Relaxed) > 0
+    }
+
     pub(crate) fn notify_one(&self) {
-        if self.sleepers.load(Ordering::Relaxed) > 0 {
+        if self.has_sleepers() {
             self.condvar.notify_one();
         }
     }
 
     pub(crate) fn notify_all(&self) {
-        if self.sleepers.load(Ordering::Relaxed) > 0 {
+        if self.has_sleepers() {
             self.condvar.notify_all();
         }
     }

@@ -1,4 +1,4 @@
-//! Locking the standard library's mutexes, which a forked child can go on with as connex-rs's `sync` explains.
+//! Locking the standard library's mutexes; connex-rs's `sync` explains why it is these.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -254,7 +254,9 @@ impl Future for NextStep<'_> {
 
 impl Drop for NextStep<'_> {
     fn drop(&mut self) {
-        if let Some(wait) = &self.wait {
+        if let Some(wait) = &self.wait
+            && self.receiver.engine.check_process().is_ok()
+        {
             self.receiver.inlet.forget_wait(wait);
         }
     }

@@ -447,9 +447,6 @@ impl Inlet {
 
     /// Whoever waited has given up.
     pub(crate) fn forget_wait(&self, wait: &Arc<Completion>) {
-        if !fork::is_native(self.born) {
-            return;
-        }
         self.state
             .lock()
             .waiting

@@ -9,7 +9,6 @@
 //! Where this process itself takes orphans (process 1 of a container, a subreaper), the grandchild becomes its child
 //! after all; [`reap`] deals with that.
 
-use crate::random;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -19,6 +18,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::fs::MemfdFlags;
+
+use crate::random;
 
 /// The program, as `build.rs` compiled it; empty for machines that it does not exist for.
 static PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/sentinel"));
