@@ -249,6 +249,9 @@ fn victim() {
                 say("closed");
             }
             "stats" => {
+                wait_until("the sentinel's start has come to an end", || {
+                    engine.stats().sentinel != SentinelState::Starting
+                });
                 let stats = engine.stats();
                 say(format!(
                     "stats {} {} {}",
